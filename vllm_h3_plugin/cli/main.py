@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch of ``vllm-h3 VERB``: lazy import of the verb, one way to report errors, one exit code each."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+import typer
+
+from vllm_h3_plugin import __version__
+from vllm_h3_plugin.errors import H3Error
+
+# Verb -> (module, summary). The module holds a function named like the verb, or a Typer app named `app` for a verb
+# with sub-commands. Order is the order in `--help`: from a checkpoint to a clip.
+VERBS: dict[str, tuple[str, str]] = {
+    "synth": ("vllm_h3_plugin.cli.synth", "Write a small random checkpoint of the real layout."),
+    "inspect": ("vllm_h3_plugin.cli.inspect", "Check a checkpoint's files before any weight is read."),
+    "recipe": ("vllm_h3_plugin.cli.recipe", "Show what a precision recipe does to every linear layer."),
+    "serve": ("vllm_h3_plugin.cli.serve", "Start the video server from a profile or a checkpoint."),
+    "doctor": ("vllm_h3_plugin.cli.doctor", "Check host, plugin and the five contracts in this environment."),
+    "verify": ("vllm_h3_plugin.cli.verify", "Check a clip: streams, every frame, sound, length, checksum."),
+    "demo": ("vllm_h3_plugin.cli.demo", "Make and verify two clips on this machine, with or without a GPU."),
+}
+
+
+def _app() -> typer.Typer:
+    return typer.Typer(
+        add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"vllm-h3 {__version__}")
+        raise typer.Exit()
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+    ),
+) -> None:
+    """MiniMax-H3 on hardware that is too small for it: from a checkpoint to a verified clip.
+
+    `vllm-h3 VERB --help` teaches each verb. Every verb takes --json and then ends with one JSON line.
+    """
+
+
+def overview() -> typer.Typer:
+    """The root app with every verb's summary and none of its code: `--help` imports no torch, vLLM or PyAV."""
+    app = _app()
+    app.callback()(_root)
+    for name, (_, summary) in VERBS.items():
+
+        def stub() -> None:
+            raise AssertionError("main() dispatches verbs before this app is asked")
+
+        app.command(name=name, help=summary)(stub)
+    return app
+
+
+def verb_app(name: str) -> typer.Typer:
+    """Import a verb's module and return its Typer app."""
+    module = import_module(VERBS[name][0])
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(name=name)(getattr(module, name))
+    return app
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Console script. Exits with the code of the error tree; never with 0 after a failure."""
+    args = sys.argv[1:] if argv is None else argv
+    try:
+        if args and args[0] in VERBS:
+            verb_app(args[0])(args=args[1:], prog_name=f"vllm-h3 {args[0]}")
+        else:
+            overview()(args=args, prog_name="vllm-h3")
+    except H3Error as exc:
+        from vllm_h3_plugin.cli.console import report_error
+
+        report_error(exc, as_json="--json" in args)
+        sys.exit(exc.exit_code)
+    sys.exit(0)

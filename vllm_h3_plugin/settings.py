@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every ``H3_*`` environment variable, in one typed place.
+
+A variable that starts with ``H3_`` and is not listed here is refused with the nearest known name: a typo in a
+variable must not silently mean "default".
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_h3_plugin.errors import SettingsError
+
+PREFIX = "H3_"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"", "0", "false", "no", "off"})
+
+
+def reference_requested(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``H3_REFERENCE`` asks for the CPU reference platform.
+
+    Raises:
+        SettingsError: the value is neither a true nor a false word.
+    """
+    raw = (os.environ if environ is None else environ).get("H3_REFERENCE", "")
+    word = raw.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise SettingsError(
+        f"H3_REFERENCE={raw!r}", why="it is a switch", fix="Set it to 1 for the CPU reference platform, or unset it."
+    )
+
+
+class Settings(BaseModel):
+    """Settings of the plugin and its command line, read from ``H3_*`` variables."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    reference: bool = Field(
+        default=False,
+        description="Run on the CPU reference platform. For development and tests; real clips would take days.",
+    )
+    recipe: str | None = Field(
+        default=None,
+        description="Precision recipe: a name from `quant/` (`fp8`, `bf16`, …) or a path to a JSON file. "
+        "Unset: `fp8` when the server runs with `--quantization fp8`, else `bf16`.",
+    )
+    run_dir: Path | None = Field(
+        default=None,
+        description="Folder in which the server's processes leave their state for `/v1/h3/info`. "
+        "`vllm-h3 serve` makes one and sets it.",
+    )
+    ffmpeg: Path | None = Field(
+        default=None,
+        description="The ffmpeg program. Unset: the one on PATH, else the one that imageio-ffmpeg carries.",
+    )
+
+
+def known_variables() -> dict[str, str]:
+    """Name -> description of every variable that is honoured."""
+    fields = Settings.model_fields
+    return {PREFIX + name.upper(): (field.description or "") for name, field in fields.items()}
+
+
+def check_names(environ: Mapping[str, str] | None = None) -> None:
+    """Refuse ``H3_*`` variables that nothing reads.
+
+    Raises:
+        SettingsError: names the unknown variable and the closest known one.
+    """
+    known = known_variables()
+    for name in sorted(os.environ if environ is None else environ):
+        if not name.startswith(PREFIX) or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        fix = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
+        raise SettingsError(f"unknown setting {name}", why="nothing reads it", fix=fix, variable=name)
+
+
+def load(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read and check all settings.
+
+    Raises:
+        SettingsError: an unknown name or a value of the wrong type; the message names the variable.
+    """
+    source = dict(os.environ if environ is None else environ)
+    check_names(source)
+    values = {
+        name: source[PREFIX + name.upper()]
+        for name in Settings.model_fields
+        if source.get(PREFIX + name.upper(), "").strip() != ""
+    }
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        name = PREFIX + str(first["loc"][0]).upper() if first["loc"] else PREFIX
+        raise SettingsError(
+            f"{name}={source.get(name, '')!r}", why=str(first["msg"]), fix=known_variables().get(name, "")
+        ) from exc
