@@ -17,7 +17,7 @@ from typing import Any
 from vllm_h3_plugin.data import data_path
 from vllm_h3_plugin.errors import HostError
 
-_INSTALL = "In a checkout, `make setup` installs the pinned host; in a container, build on the image that launch/image.lock names."
+_INSTALL = "In a checkout, `make setup` installs the pinned host; a container builds on the image in launch/image.lock."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ImagePin:
 
 @dataclass(frozen=True, slots=True)
 class HostPin:
-    """One supported host: its name in this project, its versions, image, wheels and lock file (from the checkout's top)."""
+    """One supported host; ``requirements`` is its lock file, relative to the top of a checkout."""
 
     name: str
     vllm: str
