@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a quantization backend is, and how one is chosen. Imports no torch at run time.
+
+A backend turns one linear layer's BF16 weight into its resident form and computes with it::
+
+    q, scale = backend.quantize_weight(weight, precision, path=path)   # [N, K] E4M3, [N, 1] or [1] FP32
+    packed = backend.pack(q, scale)                                    # what stays in memory
+    y = backend.apply(x, packed, bias)                                 # [..., K] -> [..., N]
+
+M is the number of tokens, K the layer's input width, N its output width. Under tensor parallelism K and N are those of
+this rank's shard.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from vllm_h3_plugin.errors import BackendError
+from vllm_h3_plugin.quantization.precision import Precision
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Support:
+    """Yes or no, and why. Usable as a condition."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One linear layer on one device.
+
+    Attributes:
+        path: dotted module path, as in recipes.
+        in_features: K of this rank's shard.
+        out_features: N of this rank's shard.
+        bias: whether the layer adds a bias.
+        precision: what the recipe asks for.
+        device: torch device type (``"cuda"``, ``"cpu"``, ``"npu"``).
+        capability: CUDA compute capability as ``10 * major + minor`` (90 on H200, 121 on GB10), else None.
+    """
+
+    path: str
+    in_features: int
+    out_features: int
+    bias: bool
+    precision: Precision
+    device: str
+    capability: int | None = None
+
+
+@dataclass(frozen=True)
+class SystemFacts:
+    """What the choice of a backend depends on, collected once (see ``cutlass_fp8.system_facts``).
+
+    Attributes:
+        device: torch device type.
+        capability: as in :class:`LayerFacts`.
+        cutlass: whether the host's CUTLASS FP8 operators are loaded and compiled for this device.
+    """
+
+    device: str
+    capability: int | None
+    cutlass: Support
+
+
+class Packed(NamedTuple):
+    """Resident form of one quantized weight. A plain tuple of tensors, so that a module can own both as parameters.
+
+    Attributes:
+        weight: backend's own layout; both FP8 backends keep ``[K, N]`` E4M3 column-major, that is ``q.t()``.
+        scale: FP32, ``[N, 1]`` (per channel) or ``[1]`` (per tensor), contiguous.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+class QuantBackend(ABC):
+    """Arithmetic of quantized linear layers on one kind of device. Stateless: one instance serves all layers."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def supports(self, layer: LayerFacts) -> Support:
+        """Whether this backend computes the layer exactly as asked; if not, why. Never pads, never substitutes."""
+
+    @abstractmethod
+    def quantize_weight(
+        self, weight: torch.Tensor, precision: Precision, *, path: str, amax: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize one weight.
+
+        Args:
+            weight: ``[N, K]`` BF16 (or FP16, FP32), any strides, on the device where it will stay.
+            precision: a quantized precision.
+            path: module path, for errors.
+            amax: absolute maxima over the whole unsharded weight, where this rank holds a shard of it; shaped as
+                :func:`vllm_h3_plugin.quantization.fp8.weight_amax` returns them. None: taken from ``weight``.
+
+        Returns:
+            ``(q, scale)``: ``[N, K]`` in the backend's element type, contiguous, and FP32 ``[N, 1]`` or ``[1]``.
+
+        Raises:
+            RecipeError: the weight holds infinities or NaN.
+            BackendError: the precision is not one of this backend's.
+        """
+
+    @abstractmethod
+    def pack(self, q: torch.Tensor, scale: torch.Tensor) -> Packed:
+        """Bring ``(q, scale)`` into the resident form. Copies nothing where a view will do."""
+
+    @abstractmethod
+    def apply(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ weight.T + bias``.
+
+        Args:
+            x: ``[..., K]`` activations in BF16 or FP16, any strides, zero tokens included.
+            packed: from :meth:`pack`.
+            bias: ``[N]`` in ``x.dtype``, or None.
+
+        Returns:
+            ``[..., N]`` in ``x.dtype``.
+        """
+
+
+# Backend -> (module, class). Modules are imported when a backend is chosen: they need torch.
+_BACKENDS = {
+    "cutlass_fp8": ("vllm_h3_plugin.quantization.cutlass_fp8", "CutlassFp8"),
+    "reference": ("vllm_h3_plugin.quantization.reference", "Reference"),
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Names that :func:`choose_backend` accepts."""
+    return tuple(_BACKENDS)
+
+
+def choose_backend_name(name: str | None, facts: SystemFacts) -> tuple[str, str]:
+    """Which backend computes quantized layers on this machine, and why. Pure: depends on its arguments alone.
+
+    A named backend is taken or refused, never replaced. Without a name CUDA means ``cutlass_fp8`` and the CPU means
+    ``reference``; CUDA without the CUTLASS operators is an error too, because the reference would be silently slow.
+
+    Raises:
+        BackendError: unknown name, or the backend cannot run here; the message says why.
+    """
+    if name is not None and name not in _BACKENDS:
+        near = difflib.get_close_matches(name, _BACKENDS, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(_BACKENDS)}."
+        raise BackendError(f"unknown quantization backend {name!r}", fix=fix, backend=name)
+    if name == "reference":
+        return name, "named; plain torch runs on any device, slowly"
+    if name is None and facts.device == "cpu":
+        return "reference", "the CPU has no FP8 GEMM; the reference computes the same arithmetic in plain torch"
+    if name is None and facts.device != "cuda":
+        raise BackendError(
+            f"no quantization backend for device {facts.device!r}",
+            why=f"cutlass_fp8 needs CUDA and the reference is not meant for {facts.device}",
+            fix="Use the bf16 recipe, or name the backend `reference` to run slowly.",
+            device=facts.device,
+        )
+    if facts.device != "cuda":
+        refusal = f"it needs a CUDA device and this one is {facts.device!r}"
+    elif not facts.cutlass:
+        refusal = facts.cutlass.reason
+    else:
+        return "cutlass_fp8", f"{'named' if name else 'CUDA device'}; {facts.cutlass.reason}"
+    raise BackendError(
+        "quantization backend 'cutlass_fp8' cannot run here",
+        why=refusal,
+        fix="Use the bf16 recipe, or name the backend `reference` to run slowly in plain torch.",
+        backend="cutlass_fp8",
+        device=facts.device,
+    )
+
+
+def choose_backend(name: str | None, facts: SystemFacts) -> tuple[QuantBackend, str]:
+    """:func:`choose_backend_name`, with the backend itself in place of its name."""
+    chosen, reason = choose_backend_name(name, facts)
+    module, attribute = _BACKENDS[chosen]
+    backend: QuantBackend = getattr(import_module(module), attribute)()
+    return backend, reason
