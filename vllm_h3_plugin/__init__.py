@@ -18,6 +18,17 @@ def register() -> None:
     register_with_host()
 
 
+def reference_process() -> None:
+    """Entry point ``h3_reference`` of ``vllm_omni.general_plugins``: prepares a process of the reference platform.
+
+    Separate from :func:`register`, so that the stock host can be run on the reference platform for comparison
+    (``VLLM_PLUGINS`` naming ``h3_reference`` but not ``h3``).
+    """
+    from vllm_h3_plugin.host.register import prepare_reference_process
+
+    prepare_reference_process()
+
+
 def reference_vllm_platform() -> str | None:
     """Entry point of ``vllm.platform_plugins``: the CPU reference platform, only when ``H3_REFERENCE=1``."""
     from vllm_h3_plugin.settings import reference_requested

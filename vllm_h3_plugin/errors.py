@@ -56,6 +56,15 @@ class H3Error(Exception):
         # Errors cross process boundaries by pickle; keyword-only arguments need help there.
         return _rebuild, (type(self), self.what, self.why, self.fix, self.details)
 
+    def report(self) -> str:
+        """What, why and fix on a line each, for a terminal."""
+        lines = [f"error: {self.what}"]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.fix:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
     def as_dict(self) -> dict[str, Any]:
         """The error as one JSON object."""
         return {"type": type(self).__name__, "what": self.what, "why": self.why, "fix": self.fix, **self.details}

@@ -36,8 +36,4 @@ def report_error(exc: H3Error, *, as_json: bool) -> None:
     """Say what happened, why, and what to do: on stderr, and as the JSON line when asked."""
     if as_json:
         emit_json(False, error=exc.as_dict())
-    print(f"error: {exc.what}", file=sys.stderr)
-    if exc.why:
-        print(f"  why: {exc.why}", file=sys.stderr)
-    if exc.fix:
-        print(f"  fix: {exc.fix}", file=sys.stderr)
+    print(exc.report(), file=sys.stderr)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-h3 serve``: the one way to start the server, in a container or out of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from vllm_h3_plugin.errors import UsageError
+
+if TYPE_CHECKING:
+    from vllm_h3_plugin.serving.profile import Profile
+
+
+def serve(
+    ctx: typer.Context,
+    target: str = typer.Argument(
+        ..., metavar="PROFILE|CKPT", help="A launch profile (spark, h200, reference, my.toml) or a checkpoint folder."
+    ),
+    checkpoint: Path | None = typer.Option(
+        None, "--checkpoint", "-c", help="Checkpoint folder, where TARGET is a profile: the FL2VA or Ref2VA folder."
+    ),
+    recipe: str | None = typer.Option(None, help="Precision recipe: a name from quant/ or a path to a JSON file."),
+    address: str | None = typer.Option(None, help="Address to listen on. [default: the profile's, 127.0.0.1]"),
+    port: int | None = typer.Option(None, min=1, max=65535, help="TCP port. [default: the profile's, 8000]"),
+    task: str | None = typer.Option(None, help="auto, t2va, fl2va or ref2va. [default: auto]"),
+    executor: str | None = typer.Option(None, help="auto, uni (one process) or mp (one a device). [default: auto]"),
+    attention: str | None = typer.Option(None, help="Attention backend by name. [default: the platform's choice]"),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the command, start nothing."),
+    as_json: bool = typer.Option(False, "--json", help="End with one JSON line."),
+) -> None:
+    """Start the video server from a profile or a checkpoint.
+
+    Checks settings, host version, checkpoint, recipe and port first, prints the exact `vllm serve` command, runs it,
+    and proves over HTTP that the plugin is active in it. Arguments after `--` go to `vllm serve` as they are.
+
+    \b
+    vllm-h3 serve spark -c /models/MiniMax-H3/FL2VA
+    H3_REFERENCE=1 vllm-h3 serve ./tiny/FL2VA --recipe bf16 --port 8123
+    vllm-h3 serve reference -c ./tiny/FL2VA --dry-run
+    """
+    from vllm_h3_plugin.cli.console import emit_json, stderr
+    from vllm_h3_plugin.serving.command import server_command
+    from vllm_h3_plugin.serving.server import Server, check_port_free
+
+    profile = _profile(
+        target,
+        {
+            "checkpoint": checkpoint,
+            "recipe": recipe,
+            "address": address,
+            "port": port,
+            "task": task,
+            "executor": executor,
+            "attention": attention,
+        },
+    )
+    partition = check_before_start(profile)
+    check_port_free(profile.address, profile.port)
+    console = stderr()
+    with tempfile.TemporaryDirectory(prefix="vllm-h3-") as folder:
+        command = server_command(profile, partition, run_dir=Path(folder), environ=os.environ, extra=ctx.args)
+        console.print(str(command), markup=False)
+        if dry_run:
+            if as_json:
+                emit_json(True, argv=command.argv, environment=command.environment, url=command.url)
+            return
+        server = Server(command)
+        _stop_on_signals(server)
+        with server:
+            info = server.wait_ready(profile.ready_timeout_s)
+            worker = info["workers"][0]
+            console.print(
+                f"ready after {server.ready_s:.1f} s: {command.url}  plugin {info['plugin']}, recipe {worker['recipe']}, "
+                f"backend {worker['backend']}, attention {worker['attention']}",
+                markup=False,
+            )
+            code = server.wait()
+        if as_json:
+            emit_json(code == 0, exit_code=code, url=command.url)
+        sys.exit(code if code >= 0 else 128 - code)
+
+
+def _profile(target: str, flags: dict[str, object]) -> Profile:
+    from vllm_h3_plugin import settings
+    from vllm_h3_plugin.serving.profile import Profile, load_profile
+
+    values = settings.load()
+    if Path(target).is_dir():
+        name = "reference" if values.reference else "spark"
+        profile = load_profile(name).model_copy(update={"checkpoint": Path(target)})
+    else:
+        profile = load_profile(target)
+    chosen = {key: value for key, value in flags.items() if value is not None}
+    if values.recipe is not None:
+        chosen.setdefault("recipe", values.recipe)
+    if values.reference:
+        chosen["reference"] = True
+    return Profile.model_validate({**profile.model_dump(), **chosen})
+
+
+def check_before_start(profile: Profile) -> Path:
+    """Everything that can be known to be wrong before the server starts.
+
+    Returns:
+        The partition folder to serve.
+
+    Raises:
+        H3Error: of the class that fits; nothing has been started and no weight has been read.
+    """
+    from vllm_h3_plugin.checkpoint.inventory import take_inventory
+    from vllm_h3_plugin.checkpoint.layout import linear_layers
+    from vllm_h3_plugin.pins import installed_host
+    from vllm_h3_plugin.quantization.plan import plan
+    from vllm_h3_plugin.quantization.recipe import load_recipe
+
+    installed_host()
+    if profile.checkpoint is None:
+        raise UsageError(
+            "no checkpoint was named",
+            why="the profile has none",
+            fix="Give its folder: `vllm-h3 serve PROFILE --checkpoint CKPT/FL2VA`.",
+        )
+    inventory = take_inventory(profile.checkpoint, None if profile.task == "auto" else profile.task)
+    inventory.require_clean()
+    plan(load_recipe(profile.recipe), linear_layers(inventory.dit_config, inventory.text_config))
+    return profile.checkpoint
+
+
+def _stop_on_signals(server: object) -> None:
+    """Pass SIGTERM on as a clean stop (a container's stop), like Ctrl-C."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app.command(name="serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})(serve)

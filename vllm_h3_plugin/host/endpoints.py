@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin's own HTTP routes, attached through the host's endpoint-plugin group."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+
+from vllm_h3_plugin import __version__
+from vllm_h3_plugin.host import run_state
+
+
+class H3Endpoints:
+    """``GET /v1/h3/info``: which plugin, host, recipe and kernels this server really runs."""
+
+    name = "h3"
+    required_tasks = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes; called once by the host while it builds the app (vllm/plugins/endpoint_plugins)."""
+        app.add_api_route("/v1/h3/info", _info, methods=["GET"], summary="Plugin, host, recipe and kernels in use")
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Nothing to set up; 0.30's Omni server does not call it at all."""
+
+
+def _info() -> dict[str, Any]:
+    return {
+        "plugin": __version__,
+        "host": {name: version(name) for name in ("vllm", "vllm-omni", "torch")},
+        "workers": run_state.read_workers(),
+        "progress": run_state.read(run_state.PROGRESS),
+    }

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The H3 pipeline of this plugin: the host's own, with the recipe, the loader and the checks put in.
+
+Registered under the host's architecture and class name: TeaCache, Cache-DiT, regional compile and LoRA key on names.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
+
+from vllm_h3_plugin import __version__
+from vllm_h3_plugin.checkpoint.reader import WeightSource
+from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.host import loading, run_state
+from vllm_h3_plugin.host.progress import Progress
+from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
+from vllm_h3_plugin.host.session import Session, open_session
+
+# The registry resolves the post-process function in the module that it finds the class in (diffusion/registry.py:834).
+get_minimax_h3_post_process_func = host_pipeline.get_minimax_h3_post_process_func
+
+logger = init_logger(__name__)
+
+
+class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
+    """MiniMax-H3 with online quantization by recipe and an exact loader.
+
+    Raises (from ``__init__``, before any weight is read):
+        CheckpointError, RecipeError, BackendError, UsageError, SettingsError: see :func:`open_session`.
+    """
+
+    def __init__(self, *, od_config: Any, prefix: str = "") -> None:
+        session = open_session(od_config)
+        # The host's override hook cannot see which model it builds for, so the config is replaced here, before the
+        # layers ask for it. None keeps what the host does for unquantized models (its AdaLN sidecar, for one).
+        quantized = bool(session.plan.quantized)
+        od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
+        super().__init__(od_config=od_config, prefix=prefix)
+        self._session: Session = session
+        self._progress = Progress()
+        self._progress.watch(self.transformer)
+        if getattr(self, "_fasth3", None) is not None:
+            raise UsageError(
+                "a FastH3 adapter was given with --lora-path",
+                why="this version of the plugin does not fuse adapters into weights while it quantizes them",
+                fix="Serve without the adapter, or use the Turbo LoRA, which stays beside the weights.",
+            )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Fill all parts from the inventory's files; the host's own (memory-mapped, lazy) iterator is left untouched.
+
+        Returns:
+            Names of the filled parameters, prefixed by part, as the host's loader wants to hear them.
+
+        Raises:
+            CheckpointError, LoadError: a file that changed or a parameter that is not filled exactly once.
+        """
+        del weights
+        started = time.perf_counter()
+        loaded: set[str] = set()
+        counts: dict[str, dict[str, int]] = {}
+        total = 0
+        for source in self.weights_sources:
+            part = source.prefix.rstrip(".")
+            report = self._load_part(part, Path(source.model_or_path) / (source.subfolder or ""))
+            loaded |= {f"{source.prefix}{name}" for name in report.params}
+            total += report.nbytes
+            module = getattr(self, part)
+            plan_part = "text_encoder" if part == "text_encoder" else "transformer"
+            counts[part] = loading.check_precisions(module, plan_part, self._session.plan)
+        for part in ("video_vae", "audio_vae"):
+            # Filled by the host in __init__ (pipeline_minimax_h3.py:1061); reported so that its loader does not miss them.
+            module = getattr(self, part)
+            if module is not None:
+                loaded |= {f"{part}.{name}" for name, _ in module.named_parameters()}
+        self._report(counts, total, time.perf_counter() - started)
+        return loaded
+
+    def _load_part(self, part: str, folder: Path) -> loading.LoadReport:
+        inventory = self._session.inventory
+        files = inventory.part_at(folder)
+        tensors = WeightSource(files)
+        if part == "text_encoder":
+            return loading.load_text_encoder(self.text_encoder, files.names, tensors)
+        dit = getattr(self, part)
+        report = loading.load_dit(
+            dit, files.names, tensors, config=inventory.dit_config, diffusers=files.layout == "diffusers"
+        )
+        dit.post_load_weights()
+        return report
+
+    def _report(self, counts: dict[str, dict[str, int]], nbytes: int, seconds: float) -> None:
+        session = self._session
+        rank = int(os.environ.get("RANK", "0"))
+        logger.info(
+            "H3 loaded: %.2f GiB read in %.1f s, recipe %s, layers %s",
+            nbytes / 2**30,
+            seconds,
+            session.plan.recipe.name,
+            counts,
+        )
+        run_state.write(
+            f"worker-{rank}.json",
+            {
+                "plugin": __version__,
+                "pipeline": f"{type(self).__module__}.{type(self).__qualname__}",
+                "rank": rank,
+                "pid": os.getpid(),
+                "recipe": session.plan.recipe.name,
+                "backend": session.backend.name if session.backend else None,
+                "backend_reason": session.backend_reason,
+                "layers": counts,
+                "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
+                "read_bytes": nbytes,
+                "load_s": round(seconds, 3),
+                "supported_tasks": sorted(self.supported_tasks),
+            },
+        )
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's, announced."""
+        self._progress.phase("encoding text")
+        return super().encode_prompt(*args, **kwargs)
+
+    def diffuse(self, **kwargs: Any) -> Any:
+        """The host's, with its steps counted."""
+        self._progress.phase("denoising", steps=int(kwargs["num_steps"]))
+        return super().diffuse(**kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's, announced."""
+        self._progress.phase("decoding")
+        return super().decode(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's, with its end announced whether it succeeds or fails."""
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._progress.phase("idle")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch profiles: what a kind of machine needs to serve H3, as TOML files in ``launch/profiles``."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_h3_plugin.data import data_path
+from vllm_h3_plugin.errors import SettingsError, UsageError
+
+
+class Profile(BaseModel):
+    """One launch profile. Every key is optional but ``description``; flags of ``vllm-h3 serve`` win over it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    description: str
+    checkpoint: Path | None = Field(default=None, description="Checkpoint folder (the FL2VA or Ref2VA folder itself).")
+    recipe: str = Field(default="fp8", description="Precision recipe: a name from quant/ or a path.")
+    reference: bool = Field(default=False, description="Run on the CPU reference platform.")
+    address: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8000, ge=1, le=65535, description="TCP port.")
+    task: Literal["auto", "t2va", "fl2va", "ref2va"] = Field(default="auto", description="Host's --task-type.")
+    executor: Literal["auto", "uni", "mp"] = Field(
+        default="auto", description="uni: API, engine and worker in one process; mp: one worker process a device."
+    )
+    devices: int = Field(default=1, ge=1, description="Number of accelerators (ranks).")
+    attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
+    eager: bool = Field(default=False, description="Do not compile the transformer blocks.")
+    ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with the project."""
+    return sorted(path.stem for path in (data_path("launch") / "profiles").glob("*.toml"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """Read a profile by name (``spark``) or path (``my.toml``).
+
+    Raises:
+        UsageError: no such profile; the nearest name is suggested.
+        SettingsError: malformed TOML, an unknown key, or a value of the wrong type; names file and key.
+    """
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = data_path("launch") / "profiles" / f"{name_or_path}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        near = difflib.get_close_matches(name_or_path, profile_names(), n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise UsageError(
+            f"no launch profile or checkpoint folder {name_or_path!r}",
+            why=str(exc.strerror or exc),
+            fix=f"{hint}Profiles: {', '.join(profile_names())}. A checkpoint is given as its folder.",
+        ) from exc
+    try:
+        return Profile.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as exc:
+        raise SettingsError(f"launch profile {path} is not valid TOML", why=str(exc)) from exc
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(
+            f"launch profile {path}: {key}",
+            why=str(first["msg"]),
+            fix=f"Known keys: {', '.join(sorted(Profile.model_fields))}.",
+        ) from exc
