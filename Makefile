@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything runs from the top of the checkout with relative paths, so a checkout path with spaces works.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+SHELL := /bin/sh
+
+# The host of `make setup`, `make demo` and `make test-gpu`; launch/image.lock says what each name stands for.
+# Some shells and tool chains export HOST with the name of the machine: such a value is not meant for us.
+ifeq ($(origin HOST),environment)
+ifeq ($(filter nvidia ascend,$(HOST)),)
+HOST := nvidia
+endif
+endif
+HOST ?= nvidia
+
+# The interpreter that the environments are made from: the first of these that is 3.11 or 3.12.
+ifndef PYTHON
+PYTHON := $(shell for p in python3 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+endif
+ifeq ($(strip $(PYTHON)),)
+override PYTHON = $(error Python 3.11 or 3.12 is needed: install one, or name it with PYTHON=/path/to/python3.12)
+endif
+
+IN_HOST = .venv-$(HOST)/bin
+IN_TEST = .venv-nvidia/bin
+
+.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean
+
+help:  ## Show this help.
+	@echo "vllm-h3-plugin: MiniMax-H3 on hardware that is too small for it."
+	@echo
+	@echo "On a bare machine with Python 3.11 or 3.12 (no GPU, no ffmpeg needed):"
+	@echo "  make demo      installs the pinned host once, then makes and verifies two clips"
+	@echo "  make test      proves the contracts on both hosts"
+	@echo
+	@echo "Targets:"
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@echo
+	@echo "Variables: HOST=nvidia|ascend (now $(HOST)), PYTHON=/path/to/python3.12, ARGS='...' for demo and pytest."
+	@echo "The first run of a host downloads about 5 GB and fills .venv-HOST with 8.5 GB, shared between hosts by hard links."
+
+setup:  ## Install the environment of HOST into .venv-HOST; costs nothing when nothing changed.
+	@$(PYTHON) -m tools.environment $(HOST)
+
+demo: setup  ## Make and verify two clips with a small synthetic checkpoint on this machine.
+	@$(IN_HOST)/vllm-h3 demo $(ARGS)
+
+test:  ## Lint, unit, contract and server tests on both hosts, then what could not run and why.
+	@$(PYTHON) -m tools.environment nvidia ascend
+	@$(IN_TEST)/python -m tools.testrun $(ARGS)
+
+test-quick:  ## The same without starting servers.
+	@$(PYTHON) -m tools.environment nvidia ascend
+	@$(IN_TEST)/python -m tools.testrun --quick $(ARGS)
+
+test-gpu: setup  ## Tests that need a CUDA device, on HOST.
+	@$(IN_HOST)/python -m pytest --accelerator gpu -m gpu $(ARGS)
+
+lint:  ## ruff, ruff format, mypy, shellcheck.
+	@$(PYTHON) -m tools.environment nvidia
+	@$(IN_TEST)/python -m tools.lint
+
+docs:  ## Write the generated parts of docs/: CLI.md, SETTINGS.md, RESULTS.md.
+	@$(PYTHON) -m tools.environment nvidia
+	@$(IN_TEST)/python -m tools.docs
+
+docs-check:  ## Fail if a generated part of docs/ has drifted.
+	@$(PYTHON) -m tools.environment nvidia
+	@$(IN_TEST)/python -m tools.docs --check
+
+results: setup  ## Measure `make demo` and write docs/results/demo.json (test_s: from the last `make test`).
+	@$(IN_HOST)/python -m tools.measure_demo
+	@$(IN_TEST)/python -m tools.docs
+
+lock:  ## Resolve requirements/*.txt again from launch/image.lock (ARGS=--upgrade for newest versions).
+	@$(PYTHON) -m tools.lock $(ARGS)
+
+clean:  ## Remove environments, caches and build output (keeps demo-output/).
+	rm -rf .venv-boot .venv-nvidia .venv-ascend .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	find tools tests vllm_h3_plugin -name __pycache__ -type d -prune -exec rm -rf {} +

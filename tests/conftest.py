@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: marks by folder, hardware gates, and a report of the tests that could not run.
+
+A test that cannot run here is skipped only through this file, with a reason that `make test` prints beside its name.
+Any other skip makes `make test` fail: a test that quietly does not run proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_h3_plugin.errors import HostError
+from vllm_h3_plugin.pins import HostPin, installed_host
+
+TESTS = Path(__file__).resolve().parent
+
+# Folder -> marks of every test in it. Tests elsewhere carry their own marks.
+FOLDER_MARKS = {
+    "contract": ("host",),
+    "server": ("host", "server"),
+    "gpu": ("host", "gpu"),
+    "npu": ("host", "npu"),
+}
+NEEDS = {
+    "gpu": "needs a CUDA device: run `make test-gpu` on a machine that has one",
+    "npu": "needs an Ascend device",
+}
+
+# Nothing in the tests may reach the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("vllm-h3-plugin")
+    group.addoption("--accelerator", choices=sorted(NEEDS), help="Run the tests marked for this accelerator.")
+    group.addoption("--report", metavar="FILE", type=Path, help="Write what ran and what could not as JSON.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    report = config.getoption("--report")
+    if report:
+        config.pluginmanager.register(Report(report, config), "h3-report")
+
+
+def host_name() -> str | None:
+    """Name of the pinned host in this environment; None where vLLM is not installed."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return None
+    return installed_host().name
+
+
+@pytest.fixture(scope="session")
+def host_pin() -> HostPin:
+    """The host that this environment holds."""
+    return installed_host()
+
+
+_EXPECTED_SKIPS = pytest.StashKey[set[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by folder and gate those that this machine or host cannot run."""
+    accelerator = config.getoption("--accelerator")
+    host = host_name()
+    expected = config.stash.setdefault(_EXPECTED_SKIPS, set())
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        for mark in FOLDER_MARKS.get(folder, ()):
+            item.add_marker(mark)
+        only = item.get_closest_marker("only_host")
+        reason = next((NEEDS[kind] for kind in NEEDS if kind != accelerator and item.get_closest_marker(kind)), None)
+        if reason is None and only is not None and host is not None and host not in only.args:
+            reason = f"only on {', '.join(only.args)}: {only.kwargs['reason']}"
+        if reason is not None:
+            expected.add(item.nodeid)
+            item.add_marker(pytest.mark.skip(reason=reason))
+        elif host is None and item.get_closest_marker("host"):
+            item.add_marker(pytest.mark.skip(reason="no vLLM host in this environment: `make setup` installs one"))
+
+
+class Report:
+    """Collects outcomes and writes them as JSON for the summary of `make test`."""
+
+    def __init__(self, path: Path, config: pytest.Config) -> None:
+        self.path = path
+        self.config = config
+        self.counts: Counter[str] = Counter()
+        self.could_not_run: list[dict[str, Any]] = []
+        self.started = time.monotonic()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            self._skip(report.nodeid, report)
+        elif report.failed:
+            self.counts["failed" if report.when == "call" else "errors"] += 1
+        elif report.when == "call":
+            self.counts["passed"] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self._skip(report.nodeid, report)
+        elif report.failed:
+            self.counts["errors"] += 1
+
+    def _skip(self, nodeid: str, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if hasattr(report, "wasxfail"):
+            reason, expected = f"expected failure: {report.wasxfail}", False
+        else:
+            longrepr = report.longrepr
+            reason = str(longrepr[2] if isinstance(longrepr, tuple) else longrepr).removeprefix("Skipped: ")
+            expected = nodeid in self.config.stash.get(_EXPECTED_SKIPS, set())
+        self.counts["skipped"] += 1
+        self.could_not_run.append({"test": nodeid, "reason": reason, "expected": expected})
+
+    def pytest_sessionfinish(self) -> None:
+        document = {
+            "host": host_name_or_error(),
+            "python": platform.python_version(),
+            "seconds": round(time.monotonic() - self.started, 1),
+            "counts": dict(self.counts),
+            "could_not_run": self.could_not_run,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def host_name_or_error() -> str | None:
+    """Like :func:`host_name`, but a wrong host is shown and not raised."""
+    try:
+        return host_name()
+    except HostError as exc:
+        return str(exc)

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Regenerate the lock files and the wheel hashes: ``python -m tools.lock [--upgrade]``.
+
+Versions come from ``launch/image.lock`` (hosts), ``pyproject.toml`` (the plugin) and ``requirements/*.in`` (tools).
+Without ``--upgrade`` every version that still fits is kept. Wheel hashes in ``image.lock`` are compared with the
+package index's; a difference is an error, never an edit: a changed hash of a published wheel wants a person.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+
+from tools.environment import BOOT_LOCK, ROOT, check_python, ensure_uv
+from vllm_h3_plugin.errors import H3Error, HostError
+from vllm_h3_plugin.pins import HostPin, load_pins
+
+COMPILE = ("pip", "compile", "--quiet", "--universal", "--python-version", "3.11")
+HASHED = ("--generate-hashes", "--no-emit-index-url", "--custom-compile-command", "make lock")
+
+
+def host_requirements(pin: HostPin) -> str:
+    """The two requirements that make a host."""
+    return f"vllm=={pin.vllm}\nvllm-omni=={pin.vllm_omni}\n"
+
+
+def _uv(*words: str, stdin: str | None = None) -> str:
+    done = subprocess.run(
+        [str(ensure_uv()), *words], cwd=ROOT, input=stdin, text=True, stdout=subprocess.PIPE, check=False
+    )
+    if done.returncode:
+        raise HostError(f"uv {' '.join(words)} failed", why=f"exit code {done.returncode}, see above")
+    return done.stdout
+
+
+def check_wheels(pin: HostPin) -> None:
+    """Compare a host's wheels with the package index.
+
+    Raises:
+        HostError: names the wheel, the pinned hash and the published one.
+    """
+    answer = _uv(*COMPILE, "--no-deps", "--format", "pylock.toml", "-", stdin=host_requirements(pin))
+    published = {
+        wheel["url"].rsplit("/", 1)[1]: wheel["hashes"]["sha256"]
+        for package in tomllib.loads(answer)["packages"]
+        for wheel in package["wheels"]
+    }
+    pinned = {wheel.file: wheel.sha256 for wheel in pin.wheels}
+    for file in sorted(published.keys() | pinned.keys()):
+        if published.get(file) != pinned.get(file):
+            raise HostError(
+                f"{file}: launch/image.lock has {pinned.get(file)}, the index has {published.get(file)}",
+                fix=f"Correct [{pin.name}.wheels] in launch/image.lock once you know why they differ.",
+            )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write every lock file."""
+    upgrade = ("--upgrade",) if "--upgrade" in argv else ()
+    try:
+        check_python()
+        _uv(*COMPILE, *HASHED, *upgrade, "-o", str(BOOT_LOCK.relative_to(ROOT)), "requirements/boot.in")
+        for pin in load_pins().hosts:
+            check_wheels(pin)
+            sources = ("-", "pyproject.toml", "requirements/test.in")
+            _uv(*COMPILE, *HASHED, *upgrade, "-o", pin.requirements, *sources, stdin=host_requirements(pin))
+            print(f"{pin.requirements}: {pin}")
+    except H3Error as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return exc.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
