@@ -64,7 +64,7 @@ FP32_BUFFERS: frozenset[str] = frozenset({"rope.inv_freq"})
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a checkpoint: name within its part, shape, and dtype as safetensors spells it (``BF16``, ``F32``)."""
+    """One tensor of a checkpoint: name within its part, shape, dtype as safetensors spells it (``BF16``, ``F32``)."""
 
     name: str
     shape: tuple[int, ...]

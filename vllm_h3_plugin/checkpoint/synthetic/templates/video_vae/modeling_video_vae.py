@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Video VAE of a synthetic MiniMax-H3 checkpoint: a linear codec with the real VAE's geometry and interface.
+
+A latent cell covers 16x16 pixels. Its 24 channels are eight low DCT frequencies of each of red, green and blue, so an
+encoded picture comes back as a blurred copy of itself. Latent frames cover 1, 4, 4, 4, 4, 1, 4, ... video frames, as
+in the real VAE. A disc that goes round once in two seconds is drawn over the picture: it shows on any contact sheet
+that time runs, and in which direction.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+# Imported so that the host finds the module beside this one (vLLM-Omni: `_native_parallel_state`).
+from .parallel import get_parallel_state  # noqa: F401
+
+PATCH = 16
+FRAMES_PER_LATENT = (1, 4, 4, 4, 4)
+FREQUENCIES = 8
+DISC_PERIOD = 48  # frames: two seconds at 24 fps
+
+
+class _Processor:
+    """Maps decoded values in [-1, 1] to the unit interval."""
+
+    def revert_tensor(self, x):
+        return (x.float() * 0.5 + 0.5).clamp(0, 1)
+
+
+class _Codec(nn.Module):
+    """The eight DCT basis pictures as a buffer ``[8, 16, 16]`` that is stored in the checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.basis = nn.Parameter(torch.zeros(FREQUENCIES, PATCH, PATCH), requires_grad=False)
+
+
+class _Model(nn.Module):
+    vae_ratio = PATCH
+
+    def __init__(self):
+        super().__init__()
+        self.parallel_tiling = False
+        self.processor = _Processor()
+        self.encoder = _Codec()
+        self.quant_conv = nn.Identity()
+        self.post_quant_conv = nn.Identity()
+        self.decoder = _Codec()
+
+    def split_tiles(self, size, is_decoder):
+        """One tile, whatever the size."""
+        return [(0, int(size))], 0, int(size)
+
+    def decode_base(self, z):
+        """Latents ``[B, 24, T, h, w]`` -> frames ``[B, 3, F, 16h, 16w]`` in [-1, 1]."""
+        batch, _, steps, rows, columns = z.shape
+        basis = self.decoder.basis.to(z.dtype)
+        z = z.reshape(batch, 3, FREQUENCIES, steps, rows, columns).permute(0, 3, 1, 2, 4, 5)
+        detail = torch.einsum("btckhw,kyx->btchywx", z[:, :, :, 1:], basis[1:])
+        detail = detail.reshape(batch * steps, 3, rows * PATCH, columns * PATCH)
+        # The mean of each cell is interpolated between cells, so that noise looks like clouds and not like tiles.
+        mean = z[:, :, :, 0].reshape(batch * steps, 3, rows, columns) * basis[0, 0, 0]
+        mean = functional.interpolate(mean, scale_factor=PATCH, mode="bilinear", align_corners=False)
+        pictures = (mean + detail).view(batch, steps, 3, rows * PATCH, columns * PATCH)
+        frames: list[torch.Tensor] = []
+        for step in range(steps):
+            count = FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)]
+            last = pictures[:, step]
+            first = pictures[:, max(step - 1, 0)]
+            for k in range(1, count + 1):
+                frames.append(self._draw_disc(torch.lerp(first, last, k / count), len(frames)))
+        return torch.stack(frames, dim=2).clamp_(-1, 1)
+
+    def _draw_disc(self, picture, frame):
+        height, width = picture.shape[-2:]
+        angle = 2 * math.pi * frame / DISC_PERIOD
+        size = min(height, width)
+        x = width / 2 + 0.32 * size * math.cos(angle)
+        y = height / 2 + 0.32 * size * math.sin(angle)
+        ys = torch.arange(height, device=picture.device, dtype=picture.dtype)[:, None] + 0.5 - y
+        xs = torch.arange(width, device=picture.device, dtype=picture.dtype)[None, :] + 0.5 - x
+        inside = torch.sigmoid((0.1 * size - torch.sqrt(ys * ys + xs * xs)) * 2)
+        return picture + (0.9 - picture) * inside
+
+    def _encode(self, x):
+        """Frames ``[3, T, H, W]`` in [-1, 1] -> latents ``[24, T, H/16, W/16]``."""
+        _, steps, height, width = x.shape
+        cells = x.reshape(3, steps, height // PATCH, PATCH, width // PATCH, PATCH)
+        z = torch.einsum("cthywx,kyx->ckthw", cells, self.encoder.basis.to(x.dtype))
+        return z.reshape(3 * FREQUENCIES, steps, height // PATCH, width // PATCH)
+
+    def _pixels(self, frames):
+        values = torch.from_numpy(np.ascontiguousarray(frames)).to(self.encoder.basis)
+        return (values / 127.5 - 1).permute(3, 0, 1, 2)
+
+    def encode_images(self, image, use_fp16_latent=True):
+        """A PIL image -> ``[latents [24, 1, h, w]]``."""
+        z = self._encode(self._pixels(np.asarray(image.convert("RGB"))[None]))
+        return [z.half() if use_fp16_latent else z]
+
+    def encode_videos(self, frames, use_fp16_latent=True):
+        """Frames ``[T, H, W, 3]`` of bytes -> ``[latents [24, T', h, w]]``: the first frame of each latent step."""
+        starts, frame, step = [], 0, 0
+        while frame < len(frames):
+            starts.append(frame)
+            frame += FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)]
+            step += 1
+        z = self._encode(self._pixels(np.stack([np.asarray(frames[i]) for i in starts])))
+        return [z.half() if use_fp16_latent else z]
+
+
+class SyntheticH3VideoVAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = _Model()
+
+    @classmethod
+    def from_pretrained(cls, path):
+        result = cls()
+        result.load_state_dict(load_file(str(Path(path) / "diffusion_pytorch_model.safetensors")))
+        return result
