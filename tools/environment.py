@@ -90,7 +90,7 @@ def ensure_uv() -> Path:
             fix="Python's venv module is needed (Debian and Ubuntu: apt-get install python3-venv).",
         )
         _run(
-            [BOOT / "bin" / "python", "-m", "pip", "install", "--quiet", "--require-hashes", "-r", BOOT_LOCK],
+            [BOOT / "bin" / "python", "-m", "pip", "install", "-qq", "--require-hashes", "-r", BOOT_LOCK],
             fix="Check the network and pip's configuration, then run the same command again.",
         )
         (BOOT / STAMP).write_text(key + "\n")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated parts of ``docs/``: ``python -m tools.docs`` writes them, ``--check`` fails where they have drifted.
+
+``CLI.md`` and ``SETTINGS.md`` are wholly generated, from every verb's ``--help`` and from ``settings.py``.
+``RESULTS.md`` has tables made from ``docs/results/*.json`` between two markers; the words above are written by hand.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tools.environment import ROOT
+from tools.results import load_results, render_all
+from vllm_h3_plugin.errors import H3Error, UsageError
+from vllm_h3_plugin.settings import Settings, known_variables
+
+DOCS = ROOT / "docs"
+WIDTH = 100
+BEGIN = "<!-- tables: made by `make docs` from docs/results/, do not edit below -->"
+END = "<!-- end of tables -->"
+NOTICE = "<!-- Made by `make docs`; do not edit. -->"
+
+
+def _help_blocks(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """(command line, help text) of a command and of its sub-commands."""
+    context = command.make_context(name, [], resilient_parsing=True, terminal_width=WIDTH)
+    yield name, "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+    for sub_name, sub_command in getattr(command, "commands", {}).items():
+        yield from _help_blocks(sub_command, f"{name} {sub_name}")
+
+
+def cli_document() -> str:
+    """``docs/CLI.md``: the help of ``vllm-h3`` and of each verb."""
+    from typer.main import get_command
+
+    from vllm_h3_plugin.cli.main import VERBS, overview, verb_app
+
+    root = get_command(overview())
+    context = root.make_context("vllm-h3", [], resilient_parsing=True, terminal_width=WIDTH)
+    blocks = [("vllm-h3", "\n".join(line.rstrip() for line in root.get_help(context).splitlines()))]
+    for verb in VERBS:
+        blocks.extend(_help_blocks(get_command(verb_app(verb)), f"vllm-h3 {verb}"))
+    sections = "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in blocks)
+    return f"{NOTICE}\n# Command line\n\nWhat `--help` says, for reading and searching.\n\n{sections}\n"
+
+
+def settings_document() -> str:
+    """``docs/SETTINGS.md``: every ``H3_*`` variable."""
+    rows = []
+    for (variable, description), field in zip(known_variables().items(), Settings.model_fields.values(), strict=True):
+        default = "unset" if field.default is None else f"`{field.default}`".lower()
+        rows.append(f"| `{variable}` | {default} | {description} |")
+    table = "\n".join(["| Variable | Default | Meaning |", "| --- | --- | --- |", *rows])
+    return (
+        f"{NOTICE}\n# Settings\n\nEnvironment variables that the plugin and `vllm-h3` read. An `H3_*` variable that is "
+        f"not listed here is refused with the nearest known name, so that a typo cannot mean the default.\n\n{table}\n"
+    )
+
+
+def results_document(current: str) -> str:
+    """``docs/RESULTS.md`` with its tables made again.
+
+    Raises:
+        UsageError: the markers are missing.
+    """
+    head, begin, rest = current.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise UsageError("docs/RESULTS.md: markers are missing", fix=f"It needs the lines {BEGIN} and {END}.")
+    return f"{head}{BEGIN}\n\n{render_all(load_results(DOCS / 'results'))}\n\n{END}{tail}"
+
+
+def documents() -> dict[str, str]:
+    """File name below ``docs/`` -> what it should contain."""
+    return {
+        "CLI.md": cli_document(),
+        "SETTINGS.md": settings_document(),
+        "RESULTS.md": results_document((DOCS / "RESULTS.md").read_text(encoding="utf-8")),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write or check the generated documents."""
+    check = "--check" in argv
+    drifted = False
+    try:
+        for name, wanted in documents().items():
+            path = DOCS / name
+            found = path.read_text(encoding="utf-8") if path.exists() else ""
+            if found == wanted:
+                continue
+            if not check:
+                path.write_text(wanted, encoding="utf-8")
+                print(f"docs/{name}: written")
+                continue
+            drifted = True
+            difference = difflib.unified_diff(
+                found.splitlines(), wanted.splitlines(), f"docs/{name}", "generated", lineterm="", n=1
+            )
+            print("\n".join(difference), file=sys.stderr)
+    except H3Error as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return exc.exit_code
+    if drifted:
+        print("docs have drifted: run `make docs` and commit the result", file=sys.stderr)
+    return 1 if drifted else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
