@@ -67,7 +67,12 @@ class CutlassFp8(QuantBackend):
     name: ClassVar[str] = "cutlass_fp8"
 
     def __init__(self, ops: Any = None) -> None:
-        self._ops = torch.ops._C if ops is None else ops
+        self._given_ops = ops
+
+    @property
+    def _ops(self) -> Any:
+        # Looked up anew: a module kept as an attribute would make the backend, and configs that hold it, unpicklable.
+        return torch.ops._C if self._given_ops is None else self._given_ops
 
     def supports(self, layer: LayerFacts) -> Support:
         """FP8 layers on CUDA whose widths are multiples of 16, if the operators are there and built for the device."""
