@@ -25,7 +25,7 @@ _PATCH = 16
 # (vertical, horizontal) frequency of each latent channel of a colour; the first is the mean.
 _FREQUENCIES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, 2), (2, 1))
 # Standard deviations of a latent that make unit noise decode to a picture of good contrast and little grain.
-_VIDEO_STD = (7.0, 0.8, 0.8, 0.4, 0.4, 0.4, 0.2, 0.2)
+_VIDEO_STD = (5.0, 0.6, 0.6, 0.3, 0.3, 0.3, 0.15, 0.15)
 
 _HOP = 800
 # Peak of one overtone for a latent of 1; 32 random ones add up to a level of about 0.2.

@@ -67,25 +67,29 @@ class _Model(nn.Module):
         mean = z[:, :, :, 0].reshape(batch * steps, 3, rows, columns) * basis[0, 0, 0]
         mean = functional.interpolate(mean, scale_factor=PATCH, mode="bilinear", align_corners=False)
         pictures = (mean + detail).view(batch, steps, 3, rows * PATCH, columns * PATCH)
-        frames: list[torch.Tensor] = []
-        for step in range(steps):
-            count = FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)]
-            last = pictures[:, step]
-            first = pictures[:, max(step - 1, 0)]
+        counts = [FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)] for step in range(steps)]
+        frames = pictures.new_empty(batch, 3, sum(counts), rows * PATCH, columns * PATCH)
+        number = 0
+        for step, count in enumerate(counts):
+            first, last = pictures[:, max(step - 1, 0)], pictures[:, step]
             for k in range(1, count + 1):
-                frames.append(self._draw_disc(torch.lerp(first, last, k / count), len(frames)))
-        return torch.stack(frames, dim=2).clamp_(-1, 1)
+                frames[:, :, number] = torch.lerp(first, last, k / count)
+                self._draw_disc(frames[:, :, number], number)
+                number += 1
+        return frames.clamp_(-1, 1)
 
     def _draw_disc(self, picture, frame):
         height, width = picture.shape[-2:]
-        angle = 2 * math.pi * frame / DISC_PERIOD
         size = min(height, width)
+        angle, radius = 2 * math.pi * frame / DISC_PERIOD, 0.1 * size
         x = width / 2 + 0.32 * size * math.cos(angle)
         y = height / 2 + 0.32 * size * math.sin(angle)
-        ys = torch.arange(height, device=picture.device, dtype=picture.dtype)[:, None] + 0.5 - y
-        xs = torch.arange(width, device=picture.device, dtype=picture.dtype)[None, :] + 0.5 - x
-        inside = torch.sigmoid((0.1 * size - torch.sqrt(ys * ys + xs * xs)) * 2)
-        return picture + (0.9 - picture) * inside
+        top, left, side = int(y - radius) - 2, int(x - radius) - 2, int(2 * radius) + 5
+        box = picture[..., max(top, 0) : top + side, max(left, 0) : left + side]
+        ys = torch.arange(box.shape[-2], device=box.device)[:, None] + max(top, 0) + 0.5 - y
+        xs = torch.arange(box.shape[-1], device=box.device)[None, :] + max(left, 0) + 0.5 - x
+        inside = torch.sigmoid((radius - torch.sqrt(ys * ys + xs * xs)) * 2)
+        box.lerp_(torch.full_like(box, 0.9), inside.to(box.dtype).expand_as(box))
 
     def _encode(self, x):
         """Frames ``[3, T, H, W]`` in [-1, 1] -> latents ``[24, T, H/16, W/16]``."""
@@ -95,7 +99,7 @@ class _Model(nn.Module):
         return z.reshape(3 * FREQUENCIES, steps, height // PATCH, width // PATCH)
 
     def _pixels(self, frames):
-        values = torch.from_numpy(np.ascontiguousarray(frames)).to(self.encoder.basis)
+        values = torch.from_numpy(np.array(frames)).to(self.encoder.basis)
         return (values / 127.5 - 1).permute(3, 0, 1, 2)
 
     def encode_images(self, image, use_fp16_latent=True):
