@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from tools.environment import ROOT
@@ -33,7 +34,11 @@ def _help_blocks(command: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def cli_document() -> str:
-    """``docs/CLI.md``: the help of ``vllm-h3`` and of each verb."""
+    """``docs/CLI.md``: the help of ``vllm-h3`` and of each verb.
+
+    Raises:
+        UsageError: a verb has no module; names both.
+    """
     from typer.main import get_command
 
     from vllm_h3_plugin.cli.main import VERBS, overview, verb_app
@@ -41,7 +46,11 @@ def cli_document() -> str:
     root = get_command(overview())
     context = root.make_context("vllm-h3", [], resilient_parsing=True, terminal_width=WIDTH)
     blocks = [("vllm-h3", "\n".join(line.rstrip() for line in root.get_help(context).splitlines()))]
-    for verb in VERBS:
+    for verb, (module, _) in VERBS.items():
+        if find_spec(module) is None:
+            raise UsageError(
+                f"vllm-h3 {verb}: no module {module}", fix="Write it, or take the verb out of cli/main.py."
+            )
         blocks.extend(_help_blocks(get_command(verb_app(verb)), f"vllm-h3 {verb}"))
     sections = "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in blocks)
     return f"{NOTICE}\n# Command line\n\nWhat `--help` says, for reading and searching.\n\n{sections}\n"
@@ -60,8 +69,8 @@ def settings_document() -> str:
     )
 
 
-def results_document(current: str) -> str:
-    """``docs/RESULTS.md`` with its tables made again.
+def fill_tables(current: str) -> str:
+    """The text of ``docs/RESULTS.md`` with its tables made again.
 
     Raises:
         UsageError: the markers are missing.
@@ -73,13 +82,16 @@ def results_document(current: str) -> str:
     return f"{head}{BEGIN}\n\n{render_all(load_results(DOCS / 'results'))}\n\n{END}{tail}"
 
 
-def documents() -> dict[str, str]:
-    """File name below ``docs/`` -> what it should contain."""
-    return {
-        "CLI.md": cli_document(),
-        "SETTINGS.md": settings_document(),
-        "RESULTS.md": results_document((DOCS / "RESULTS.md").read_text(encoding="utf-8")),
-    }
+def results_document() -> str:
+    """``docs/RESULTS.md``: the words that stand there, and tables from ``docs/results/``."""
+    return fill_tables((DOCS / "RESULTS.md").read_text(encoding="utf-8"))
+
+
+DOCUMENTS: dict[str, Callable[[], str]] = {
+    "CLI.md": cli_document,
+    "SETTINGS.md": settings_document,
+    "RESULTS.md": results_document,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,8 +99,9 @@ def main(argv: Sequence[str]) -> int:
     check = "--check" in argv
     drifted = False
     try:
-        for name, wanted in documents().items():
+        for name, make in DOCUMENTS.items():
             path = DOCS / name
+            wanted = make()
             found = path.read_text(encoding="utf-8") if path.exists() else ""
             if found == wanted:
                 continue

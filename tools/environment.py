@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BOOT = ROOT / ".venv-boot"
 BOOT_LOCK = ROOT / "requirements" / "boot.txt"
 STAMP = "h3-setup.sha256"
+PLACE_STAMP = "h3-place.sha256"
 OLDEST, NEWEST = (3, 11), (3, 12)
 # One host environment, measured on x86-64; uv's cache and both environments share most of it through hard links.
 VENV_GB = 9
@@ -44,10 +45,10 @@ def make_key(*inputs: Path) -> str:
     return digest.hexdigest()
 
 
-def is_current(venv: Path, key: str) -> bool:
+def is_current(venv: Path, key: str, stamp: str = STAMP) -> bool:
     """Whether the environment was completed from the same inputs."""
-    stamp = venv / STAMP
-    return stamp.is_file() and stamp.read_text().strip() == key
+    path = venv / stamp
+    return path.is_file() and path.read_text().strip() == key
 
 
 def check_python() -> None:
@@ -115,12 +116,17 @@ def ensure_host(pin: HostPin) -> Path:
         print(f"set-up: only {free_gb:.1f} GB are free here, this may not fit", file=sys.stderr, flush=True)
     quiet = [] if sys.stderr.isatty() else ["--quiet"]
     again = f"Check the network and the disk, then run the same command again; `rm -r {venv.name}` starts afresh."
-    # A half-made environment must not look complete, nor one whose interpreter or checkout has moved be reused.
-    (venv / STAMP).unlink(missing_ok=True)
-    _run([uv, "venv", *quiet, "--clear", "--python", sys.executable, venv], fix=again)
+    # Reused only if it was completed before and neither the interpreter nor the checkout has moved since; without its
+    # stamps a half-made environment looks like none.
+    reusable = is_current(venv, make_key(), PLACE_STAMP)
+    for stamp in (STAMP, PLACE_STAMP):
+        (venv / stamp).unlink(missing_ok=True)
+    if not reusable:
+        _run([uv, "venv", *quiet, "--clear", "--python", sys.executable, venv], fix=again)
     into: list[str | Path] = ["--python", venv / "bin" / "python", "--build-constraints", lock, *quiet]
     _run([uv, "pip", "sync", *into, "--require-hashes", lock], fix=again)
     _run([uv, "pip", "install", *into, "--no-deps", "--editable", "."], fix=again)
+    (venv / PLACE_STAMP).write_text(make_key() + "\n")
     (venv / STAMP).write_text(key + "\n")
     return venv
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools import docs
-from tools.docs import BEGIN, END, documents, results_document
+from tools.docs import BEGIN, DOCUMENTS, END, cli_document, fill_tables
 from tools.environment import ROOT
 from tools.results import Result, load_results, parse_result, render, write_result
 from vllm_h3_plugin.errors import UsageError
@@ -28,9 +29,16 @@ VALID: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["CLI.md", "SETTINGS.md", "RESULTS.md"])
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_generated_document_is_current(name: str) -> None:
-    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == documents()[name], "run `make docs`"
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == DOCUMENTS[name](), "run `make docs`"
+
+
+def test_a_verb_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch = import_module("vllm_h3_plugin.cli.main")  # the package's attribute of that name is the function
+    monkeypatch.setattr(dispatch, "VERBS", {"dance": ("vllm_h3_plugin.cli.dance", "Dance.")})
+    with pytest.raises(UsageError, match=r"vllm-h3 dance: no module vllm_h3_plugin\.cli\.dance"):
+        cli_document()
 
 
 def test_every_setting_is_documented() -> None:
@@ -46,7 +54,7 @@ def test_a_drifted_document_fails_the_check_and_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(docs, "DOCS", tmp_path)
-    monkeypatch.setattr(docs, "documents", lambda: {"A.md": "new\n"})
+    monkeypatch.setattr(docs, "DOCUMENTS", {"A.md": lambda: "new\n"})
     (tmp_path / "A.md").write_text("old\n")
     assert docs.main(["--check"]) == 1
     assert "-old" in capsys.readouterr().err
@@ -55,7 +63,7 @@ def test_a_drifted_document_fails_the_check_and_is_shown(
 
 
 def test_tables_go_between_the_markers_and_nothing_else_changes() -> None:
-    text = results_document(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
+    text = fill_tables(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
     assert "stale" not in text
@@ -63,7 +71,7 @@ def test_tables_go_between_the_markers_and_nothing_else_changes() -> None:
 
 def test_a_document_without_markers_is_refused() -> None:
     with pytest.raises(UsageError, match=r"docs/RESULTS\.md: markers are missing"):
-        results_document("# Results\n")
+        fill_tables("# Results\n")
 
 
 def test_an_unmeasured_figure_says_why() -> None:
