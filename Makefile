@@ -41,32 +41,32 @@ help:  ## Show this help.
 	@echo "The first run of a host downloads about 5 GB and fills .venv-HOST with 8.5 GB, shared between hosts by hard links."
 
 setup:  ## Install the environment of HOST into .venv-HOST; costs nothing when nothing changed.
-	@$(PYTHON) -m tools.environment $(HOST)
+	@"$(PYTHON)" -m tools.environment $(HOST)
 
 demo: setup  ## Make and verify two clips with a small synthetic checkpoint on this machine.
 	@$(IN_HOST)/vllm-h3 demo $(ARGS)
 
 test:  ## Lint, unit, contract and server tests on both hosts, then what could not run and why.
-	@$(PYTHON) -m tools.environment nvidia ascend
+	@"$(PYTHON)" -m tools.environment nvidia ascend
 	@$(IN_TEST)/python -m tools.testrun $(ARGS)
 
 test-quick:  ## The same without starting servers.
-	@$(PYTHON) -m tools.environment nvidia ascend
+	@"$(PYTHON)" -m tools.environment nvidia ascend
 	@$(IN_TEST)/python -m tools.testrun --quick $(ARGS)
 
 test-gpu: setup  ## Tests that need a CUDA device, on HOST.
 	@$(IN_HOST)/python -m pytest --accelerator gpu -m gpu $(ARGS)
 
 lint:  ## ruff, ruff format, mypy, shellcheck.
-	@$(PYTHON) -m tools.environment nvidia
+	@"$(PYTHON)" -m tools.environment nvidia
 	@$(IN_TEST)/python -m tools.lint
 
 docs:  ## Write the generated parts of docs/: CLI.md, SETTINGS.md, RESULTS.md.
-	@$(PYTHON) -m tools.environment nvidia
+	@"$(PYTHON)" -m tools.environment nvidia
 	@$(IN_TEST)/python -m tools.docs
 
 docs-check:  ## Fail if a generated part of docs/ has drifted.
-	@$(PYTHON) -m tools.environment nvidia
+	@"$(PYTHON)" -m tools.environment nvidia
 	@$(IN_TEST)/python -m tools.docs --check
 
 results: setup  ## Measure `make demo` and write docs/results/demo.json (test_s: from the last `make test`).
@@ -74,7 +74,7 @@ results: setup  ## Measure `make demo` and write docs/results/demo.json (test_s:
 	@$(IN_TEST)/python -m tools.docs
 
 lock:  ## Resolve requirements/*.txt again from launch/image.lock (ARGS=--upgrade for newest versions).
-	@$(PYTHON) -m tools.lock $(ARGS)
+	@"$(PYTHON)" -m tools.lock $(ARGS)
 
 clean:  ## Remove environments, caches and build output (keeps demo-output/).
 	rm -rf .venv-boot .venv-nvidia .venv-ascend .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

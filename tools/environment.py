@@ -25,7 +25,6 @@ BOOT = ROOT / ".venv-boot"
 BOOT_LOCK = ROOT / "requirements" / "boot.txt"
 STAMP = "h3-setup.sha256"
 PLACE_STAMP = "h3-place.sha256"
-OLDEST, NEWEST = (3, 11), (3, 12)
 # One host environment, measured on x86-64; uv's cache and both environments share most of it through hard links.
 VENV_GB = 9
 
@@ -49,20 +48,6 @@ def is_current(venv: Path, key: str, stamp: str = STAMP) -> bool:
     """Whether the environment was completed from the same inputs."""
     path = venv / stamp
     return path.is_file() and path.read_text().strip() == key
-
-
-def check_python() -> None:
-    """Refuse interpreters that the hosts have no wheels for.
-
-    Raises:
-        ToolMissingError: names the version found and the ones that work.
-    """
-    if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        raise ToolMissingError(
-            f"{sys.executable} is Python {platform.python_version()}",
-            why="the hosts are locked for Python 3.11 and 3.12",
-            fix="Install one of them and run make with PYTHON=python3.12 (or its path).",
-        )
 
 
 def _run(command: Sequence[str | Path], fix: str) -> None:
@@ -134,7 +119,6 @@ def ensure_host(pin: HostPin) -> Path:
 def main(names: Sequence[str]) -> int:
     """Make the named environments (``boot`` is the installer alone)."""
     try:
-        check_python()
         pins = load_pins()
         for name in names:
             if name == "boot":

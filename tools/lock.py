@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 
-from tools.environment import BOOT_LOCK, ROOT, check_python, ensure_uv
+from tools.environment import BOOT_LOCK, ROOT, ensure_uv
 from vllm_h3_plugin.errors import H3Error, HostError
 from vllm_h3_plugin.pins import HostPin, load_pins
 
@@ -60,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
     """Write every lock file."""
     upgrade = ("--upgrade",) if "--upgrade" in argv else ()
     try:
-        check_python()
         _uv(*COMPILE, *HASHED, *upgrade, "-o", str(BOOT_LOCK.relative_to(ROOT)), "requirements/boot.in")
         for pin in load_pins().hosts:
             check_wheels(pin)

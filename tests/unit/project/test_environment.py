@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools import environment
-from tools.environment import ROOT, STAMP, check_python, ensure_host, is_current, make_key
+from tools.environment import ROOT, STAMP, ensure_host, is_current, make_key
 from vllm_h3_plugin.errors import ToolMissingError
 from vllm_h3_plugin.pins import load_pins
 
@@ -54,11 +54,17 @@ def test_a_failed_step_leaves_no_stamp_and_names_the_step(tmp_path: Path, monkey
     assert not (tmp_path / STAMP).exists()
 
 
-@pytest.mark.parametrize("version", [(3, 10, 14), (3, 13, 0)])
-def test_another_python_is_refused_by_name(version: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment.sys, "version_info", version)
-    with pytest.raises(ToolMissingError, match=r"3\.11 and 3\.12.*PYTHON="):
-        check_python()
+@pytest.mark.parametrize("version", [(3, 9, 18), (3, 10, 14), (3, 13, 0)])
+def test_another_python_is_refused_by_name_before_anything_is_imported(version: tuple[int, int, int]) -> None:
+    code = (
+        f"import sys, runpy; sys.modules['tomllib'] = None; sys.version_info = {version}; sys.argv = ['x', 'boot'];"
+        "runpy.run_module('tools.environment', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert sys.executable in done.stderr
+    assert "locked for Python 3.11 and 3.12" in done.stderr
+    assert "PYTHON=" in done.stderr
 
 
 def _make(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
