@@ -77,9 +77,7 @@ def linear_weights(plan: PrecisionPlan, linears: Iterable[LinearSpec]) -> list[W
     for spec in linears:
         given = plan[spec.path]
         nbytes = linear_bytes(spec, given.precision)
-        result.append(
-            Weight(spec.path, spec.part, given.precision, numbers[given.rule], 1, spec.parameters, nbytes)
-        )
+        result.append(Weight(spec.path, spec.part, given.precision, numbers[given.rule], 1, spec.parameters, nbytes))
     return result
 
 

@@ -127,11 +127,11 @@ def _check_finite(weight: torch.Tensor, amax: torch.Tensor, path: str) -> None:
     if bool(torch.isfinite(amax).all()):
         return
     bad = (~torch.isfinite(weight)).any(dim=1).nonzero().flatten()
-    shown = ", ".join(str(int(row)) for row in bad[:5])
+    shown = ", ".join(str(int(row)) for row in bad[:5]) + (", …" if len(bad) > 5 else "")
     raise RecipeError(
-        f"{path}: {len(bad)} of {weight.shape[0]} weight rows hold NaN or infinity (rows {shown}{', …' * (len(bad) > 5)})",
+        f"{path}: {len(bad)} of {weight.shape[0]} weight rows hold NaN or infinity (rows {shown})",
         why="FP8 has no scale for them, and they would spread to every token",
-        fix="The checkpoint is damaged: compare its shards' checksums with the release and download the bad ones again.",
+        fix="The checkpoint is damaged: compare its shards' checksums with the release, download bad ones again.",
         path=path,
-        rows=int(len(bad)),
+        rows=len(bad),
     )

@@ -39,6 +39,12 @@ TINY_TEXT = TextEncoderConfig(
 
 
 @pytest.fixture
+def tiny_configs() -> tuple[DitConfig, TextEncoderConfig]:
+    """A two-block model."""
+    return TINY_DIT, TINY_TEXT
+
+
+@pytest.fixture
 def tiny() -> tuple[LinearSpec, ...]:
     """Linear layers of a two-block model."""
     return linear_layers(TINY_DIT, TINY_TEXT)

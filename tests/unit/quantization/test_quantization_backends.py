@@ -64,7 +64,9 @@ class FakeOperators:
             self.library.define(schema)
             self.library.impl(schema.partition("(")[0], function, "CPU")
         self.library.define("cutlass_scaled_mm_supports_fp8(int cuda_device_capability) -> bool")
-        self.library.impl("cutlass_scaled_mm_supports_fp8", lambda capability: capability >= 89, "CompositeImplicitAutograd")
+        self.library.impl(
+            "cutlass_scaled_mm_supports_fp8", lambda capability: capability >= 89, "CompositeImplicitAutograd"
+        )
 
     def quantize(self, result, input, scale, scale_ub):
         assert input.stride(-1) == 1 and result.stride(-1) == 1 and result.dtype is torch.float8_e4m3fn

@@ -126,7 +126,9 @@ def test_an_fp32_layer_in_anything_else_is_refused(refused, layer, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8_channel", "fp8_tensor"])
-@pytest.mark.parametrize("path", ["transformer.blocks.1.adaln_proj.linear", "transformer.final_layer.adaln_proj.linear"])
+@pytest.mark.parametrize(
+    "path", ["transformer.blocks.1.adaln_proj.linear", "transformer.final_layer.adaln_proj.linear"]
+)
 def test_adaln_in_anything_but_bf16_is_refused(refused, path, precision):
     message = refused(lambda rules: rules.insert(0, rule(path, precision)))
     assert f"rule 1 ({path}) gives {path} {precision}" in message and "AdaLN stays BF16" in message
@@ -149,7 +151,9 @@ def test_a_broad_rule_over_an_fp32_layer_is_refused_by_name(refused):
 
 
 def test_asking_for_a_layer_outside_the_plan_names_it(tiny):
-    with pytest.raises(RecipeError, match=r"transformer\.blocks\.9\.mlp\.fc1 is not in the precision plan of recipe fp8"):
+    with pytest.raises(
+        RecipeError, match=r"transformer\.blocks\.9\.mlp\.fc1 is not in the precision plan of recipe fp8"
+    ):
         plan(load_recipe("fp8"), tiny)["transformer.blocks.9.mlp.fc1"]
 
 
