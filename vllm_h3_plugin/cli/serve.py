@@ -127,9 +127,10 @@ def check_before_start(profile: Profile) -> Path:
             why="the profile has none",
             fix="Give its folder: `vllm-h3 serve PROFILE --checkpoint CKPT/FL2VA`.",
         )
-    inventory = take_inventory(profile.checkpoint, None if profile.task == "auto" else profile.task)
-    inventory.require_clean()
-    plan(load_recipe(profile.recipe), linear_layers(inventory.dit_config, inventory.text_config))
+    inventory = take_inventory(profile.checkpoint, None if profile.task == "auto" else profile.task).require_clean()
+    for partition in inventory.partitions:
+        assert partition.dit is not None and partition.text is not None  # the inventory is clean
+        plan(load_recipe(profile.recipe), linear_layers(partition.dit, partition.text))
     return profile.checkpoint
 
 

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
 from vllm_h3_plugin import __version__
+from vllm_h3_plugin.checkpoint.loader import LoadReport
 from vllm_h3_plugin.checkpoint.reader import WeightSource
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import loading, run_state
@@ -84,15 +85,18 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
         self._report(counts, total, time.perf_counter() - started)
         return loaded
 
-    def _load_part(self, part: str, folder: Path) -> loading.LoadReport:
-        inventory = self._session.inventory
-        files = inventory.part_at(folder)
-        tensors = WeightSource(files)
-        if part == "text_encoder":
-            return loading.load_text_encoder(self.text_encoder, files.names, tensors)
-        dit = getattr(self, part)
+    def _load_part(self, module_name: str, folder: Path) -> LoadReport:
+        """Fill one module of the pipeline (``transformer``, ``transformers_ref``, ``text_encoder``) from its folder."""
+        partition = next(p for p in self._session.inventory.partitions if p.path.samefile(folder.parent))
+        part = partition.part(folder.name)
+        names = [tensor.name for tensor in part.tensors if tensor.name not in part.ignored]
+        source = WeightSource(part, progress=self._progress.loading(f"loading {module_name}"))
+        if module_name == "text_encoder":
+            return loading.load_text_encoder(self.text_encoder, names, source)
+        dit = getattr(self, module_name)
+        assert partition.dit is not None  # the inventory is clean
         report = loading.load_dit(
-            dit, files.names, tensors, config=inventory.dit_config, diffusers=files.layout == "diffusers"
+            dit, names, source, config=partition.dit, diffusers=part.layout == "diffusers"
         )
         dit.post_load_weights()
         return report

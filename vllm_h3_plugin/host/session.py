@@ -12,8 +12,8 @@ from vllm.logger import init_logger
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
-from vllm_h3_plugin.checkpoint.inventory import Inventory, take_inventory
-from vllm_h3_plugin.checkpoint.layout import LinearSpec, linear_layers
+from vllm_h3_plugin.checkpoint.inventory import Inventory, PartitionInventory, take_inventory
+from vllm_h3_plugin.checkpoint.layout import DitConfig, LinearSpec, TextEncoderConfig, linear_layers
 from vllm_h3_plugin.errors import BackendError, UsageError
 from vllm_h3_plugin.quantization.contract import LayerFacts, QuantBackend, choose_backend
 from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
@@ -53,14 +53,14 @@ def open_session(od_config: Any) -> Session:
             read and before the model is built.
     """
     recipe = resolve_recipe(requested_method(od_config.quantization_config), settings.load().recipe)
-    inventory = take_inventory(Path(str(od_config.model)), getattr(od_config, "task_type", None))
-    inventory.require_clean()
-    return make_session(recipe, inventory, current_omni_platform.get_torch_device())
+    task = getattr(od_config, "task_type", None)
+    inventory = take_inventory(Path(str(od_config.model)), None if task == "auto" else task)
+    return make_session(recipe, inventory.require_clean(), current_omni_platform.get_torch_device())
 
 
 def make_session(recipe: Recipe, inventory: Inventory, device: torch.device) -> Session:
     """:func:`open_session` for a recipe, an inventory and a device that are at hand."""
-    linears = linear_layers(inventory.dit_config, inventory.text_config)
+    linears = linear_layers(*model_configs(inventory))
     precision_plan = plan(recipe, linears)
     if not precision_plan.quantized:
         return Session(inventory, linears, precision_plan, None, "the recipe quantizes nothing")
@@ -83,6 +83,13 @@ def make_session(recipe: Recipe, inventory: Inventory, device: torch.device) -> 
                 path=spec.path,
             )
     return Session(inventory, linears, precision_plan, backend, reason)
+
+
+def model_configs(inventory: Inventory) -> tuple[DitConfig, TextEncoderConfig]:
+    """The configs of a clean inventory's first partition (where two are served, the host gives both one shape)."""
+    partition: PartitionInventory = inventory.partitions[0]
+    assert partition.dit is not None and partition.text is not None  # require_clean has passed
+    return partition.dit, partition.text
 
 
 def requested_method(quantization_config: Any) -> str | None:

@@ -26,7 +26,7 @@ class VideoRequest:
         frames: number of frames at 24 fps; the server snaps it up to 17 n + 5.
         steps: denoise steps.
         seed: same seed, same server configuration, same clip.
-        first_frame, last_frame: image files, or None.
+        references: image, video or audio files. FL2VA takes them as first frame, or first and last frame.
     """
 
     prompt: str
@@ -35,8 +35,7 @@ class VideoRequest:
     frames: int
     steps: int
     seed: int
-    first_frame: Path | None = None
-    last_frame: Path | None = None
+    references: tuple[Path, ...] = ()
 
     def form(self) -> dict[str, str]:
         """The multipart form's text fields."""
@@ -53,17 +52,12 @@ class VideoRequest:
         """The multipart form's files.
 
         Raises:
-            UsageError: an image file cannot be read.
+            UsageError: a reference file cannot be read.
         """
-        found = []
-        for field, path in (("input_reference", self.first_frame), ("last_frame", self.last_frame)):
-            if path is None:
-                continue
-            try:
-                found.append((field, (path.name, path.read_bytes())))
-            except OSError as exc:
-                raise UsageError(f"image {path} cannot be read", why=exc.strerror or str(exc)) from exc
-        return found
+        try:
+            return [("input_references", (path.name, path.read_bytes())) for path in self.references]
+        except OSError as exc:
+            raise UsageError(f"reference {exc.filename} cannot be read", why=exc.strerror or str(exc)) from exc
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from vllm_h3_plugin.serving.command import ServerCommand
 PIPELINE = "vllm_h3_plugin.host.pipeline.MiniMaxH3Pipeline"
 _OWN_ERROR = re.compile(r"vllm_h3_plugin\.errors\.\w+: (?P<text>.+)")
 _ANY_ERROR = re.compile(r"^(?:\S+ )*?(?:\w+\.)*\w*(?:Error|Exception): .+")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -110,7 +111,7 @@ class Server:
         target = opened or self._log
         try:
             for line in stream:
-                self._tail.append(line.rstrip("\n"))
+                self._tail.append(_COLOUR.sub("", line.rstrip("\n")))
                 if target is None:
                     os.write(2, line.encode())
                 else:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-h3 demo``: the main job from end to end, on a machine with or without an accelerator."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vllm_h3_plugin.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
+    from vllm_h3_plugin.serving.profile import Profile
+
+_STEPS = 8
+_SIZE = 128
+_FRAMES = 96
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One finished clip of the demo."""
+
+    name: str
+    path: Path
+    sheet: Path
+    sha256: str
+    request_s: float
+
+
+def demo(
+    out: Path = typer.Option(Path("demo-output"), "--out", "-o", help="Folder for clips, contact sheets and the log."),
+    checkpoint: Path | None = typer.Option(
+        None, "--checkpoint", "-c", help="Serve this checkpoint. [default: a small random one, made for the demo]"
+    ),
+    profile: str = typer.Option("reference", help="Launch profile. `reference` runs on any CPU."),
+    recipe: str | None = typer.Option(None, help="Precision recipe. [default: the profile's]"),
+    size: int = typer.Option(_SIZE, min=32, help="Width and height in pixels, a multiple of 32."),
+    frames: int = typer.Option(_FRAMES, min=96, max=360, help="Frames at 24 fps; snapped up to 17 n + 5."),
+    steps: int = typer.Option(_STEPS, min=1, max=200, help="Denoise steps."),
+    seed: int = typer.Option(1, help="Seed of both requests."),
+    as_json: bool = typer.Option(False, "--json", help="End with one JSON line."),
+) -> None:
+    """Make and verify two clips on this machine: one from a prompt, one from a prompt and a first frame.
+
+    Writes a small random checkpoint, starts the real `vllm serve --omni` with the plugin on a free loopback port, asks
+    for the clips over HTTP, verifies them, draws contact sheets, and stops the server. With random weights the pictures
+    are noise; the path is the real one. Nothing is overwritten: each run gets its own folder below OUT.
+
+    \b
+    vllm-h3 demo
+    vllm-h3 demo --recipe bf16 --frames 124
+    """
+    from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
+    from vllm_h3_plugin.video.tools import find_ffmpeg
+
+    started = time.monotonic()
+    if size % 32:
+        raise UsageError(f"--size {size}", why="H3 makes sides that are multiples of 32", fix=f"Use {size // 32 * 32}.")
+    find_ffmpeg()
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = stderr()
+    folder = _new_folder(out)
+    console.print(f"demo in {folder}", markup=False)
+    plan = _profile(profile, recipe, checkpoint or _make_checkpoint(folder, console))
+    ready_s, clips = _serve_and_make(plan, folder, console, size=size, frames=frames, steps=steps, seed=seed)
+    total = time.monotonic() - started
+    for clip in clips:
+        stdout().print(
+            f"{clip.name}: {clip.path} verified in full, {clip.request_s:.1f} s, sheet {clip.sheet}", markup=False
+        )
+    stdout().print(
+        f"ok: {len(clips)} clips in {folder} | server ready {ready_s:.1f} s, whole demo {total:.1f} s", markup=False
+    )
+    if as_json:
+        emit_json(
+            True,
+            folder=folder,
+            clips=[vars(clip) for clip in clips],
+            ready_s=round(ready_s, 2),
+            demo_s=round(total, 2),
+        )
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _new_folder(out: Path) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(100):
+        folder = out / (stamp if attempt == 0 else f"{stamp}-{attempt}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as exc:
+            raise UsageError(
+                f"cannot make a folder in {out}", why=exc.strerror or str(exc), fix="Choose another with --out."
+            ) from exc
+        return folder.absolute()
+    raise UsageError(f"no free folder name in {out}", fix="Choose another with --out.")
+
+
+def _make_checkpoint(folder: Path, console: Console) -> Path:
+    from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
+    from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
+
+    with console.status("writing a small random checkpoint"):
+        made = write_checkpoint(folder / "checkpoint", SynthSpec())
+    console.print(f"checkpoint: {made.bytes / 1e6:.0f} MB, real layout, random weights", markup=False)
+    return made.partitions[0]
+
+
+def _profile(name: str, recipe: str | None, checkpoint: Path) -> Profile:
+    from vllm_h3_plugin.serving.profile import load_profile
+    from vllm_h3_plugin.serving.server import free_port
+
+    update: dict[str, Any] = {"checkpoint": checkpoint, "port": free_port()}
+    if recipe is not None:
+        update["recipe"] = recipe
+    return load_profile(name).model_copy(update=update)
+
+
+def _serve_and_make(
+    profile: Profile, folder: Path, console: Console, *, size: int, frames: int, steps: int, seed: int
+) -> tuple[float, list[Clip]]:
+    from vllm_h3_plugin.cli.serve import check_before_start
+    from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
+    from vllm_h3_plugin.serving.command import server_command
+    from vllm_h3_plugin.serving.server import Server
+
+    partition = check_before_start(profile)
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    command = server_command(profile, partition, run_dir=run_dir, environ=os.environ)
+    console.print(str(command), markup=False)
+    log = folder / "server.log"
+    with Server(command, log=log) as server, VideoClient(command.url) as client:
+        with console.status(f"server is starting (log: {log})") as status:
+            info = server.wait_ready(
+                profile.ready_timeout_s, lambda waited, _: status.update(f"server is starting, {waited:.0f} s (log: {log})")
+            )
+        assert server.ready_s is not None
+        worker = info["workers"][0]
+        console.print(
+            f"server ready after {server.ready_s:.1f} s: recipe {worker['recipe']} on backend {worker['backend']}, "
+            f"attention {worker['attention']}",
+            markup=False,
+        )
+        request = VideoRequest("a red kite over a harbour at dusk", size, size, frames, steps, seed)
+        first = _make(client, request, folder / "t2va.mp4", console)
+        still = _first_frame(first.path, folder / "t2va-first-frame.png")
+        guided = VideoRequest("the kite dives", size, size, frames, steps, seed, references=(still,))
+        second = _make(client, guided, folder / "fl2va.mp4", console)
+        return server.ready_s, [first, second]
+
+
+def _make(client: VideoClient, request: VideoRequest, final: Path, console: Console) -> Clip:
+    from vllm_h3_plugin.serving.client import Watch
+    from vllm_h3_plugin.video.promote import part_path, promote
+    from vllm_h3_plugin.video.sheet import write_sheet
+    from vllm_h3_plugin.video.verdict import Expectation
+    from vllm_h3_plugin.video.verify import verify
+
+    part = part_path(final)
+    started = time.monotonic()
+    try:
+        with console.status(f"{final.name}: sent") as status:
+
+            def show(look: Watch) -> None:
+                step = f" {look.step}/{look.steps}" if look.steps else ""
+                status.update(f"{final.name}: {look.phase}{step}, {look.seconds:.1f} s")
+
+            client.make(request, part, show)
+            request_s = time.monotonic() - started
+            status.update(f"{final.name}: verifying")
+            verdict = verify(part, Expectation(width=request.width, height=request.height, frames=request.frames))
+            verdict.raise_if_failed()
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    promote(part, final)
+    sheet = write_sheet(final, final.with_suffix(".png"))
+    assert verdict.facts is not None
+    console.print(f"{final.name}: {verdict.facts.frames} frames with sound, made and verified", markup=False)
+    return Clip(final.stem, final, sheet, verdict.facts.sha256, round(request_s, 2))
+
+
+def _first_frame(clip: Path, out: Path) -> Path:
+    """The first picture of a clip as a PNG: the second request continues from it."""
+    from av import VideoFrame
+
+    from vllm_h3_plugin.video.decode import decoded_frames
+
+    frame = next(frame for frame in decoded_frames(clip) if isinstance(frame, VideoFrame))
+    image = frame.to_image()
+    # The host takes reference images of 256 to 5760 pixels a side (encoder_processing.py).
+    scale = -(-256 // min(image.size))
+    image.resize((image.width * scale, image.height * scale)).save(out)
+    return out

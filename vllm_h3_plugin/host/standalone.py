@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host's H3 modules without a server: for the contract checks, the parity tests and the benchmarks.
+
+One process, one rank. What the host sets up for a diffusion worker is set up here in the same order
+(diffusion/worker/diffusion_worker.py), and taken down again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm_omni.platforms import current_omni_platform
+
+from vllm_h3_plugin.checkpoint.layout import DitConfig
+from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
+
+
+@contextmanager
+def single_rank() -> Iterator[torch.device]:
+    """Be the only rank of a distributed world, with BF16 as default dtype; yields the device."""
+    device = torch.device(current_omni_platform.device_type)
+    config = VllmConfig() if device.type == "cuda" else VllmConfig(device_config=DeviceConfig(device="cpu"))
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
+            init_distributed_environment(
+                world_size=1,
+                rank=0,
+                distributed_init_method=f"file://{folder}/rendezvous",
+                local_rank=0,
+                backend="nccl" if device.type == "cuda" else "gloo",
+            )
+            initialize_model_parallel(1)
+            # Linear methods ask the model config for its dtype; there is no model config outside of a server.
+            config.model_config = SimpleNamespace(dtype=torch.bfloat16, is_moe=False, is_quantized=False)
+            yield device
+    finally:
+        cleanup_dist_env_and_memory()
+        torch.set_default_dtype(dtype)
+
+
+def build_dit(config: DitConfig, quantization: H3QuantizationConfig | None, device: torch.device) -> torch.nn.Module:
+    """The host's DiT with unfilled parameters, as the pipeline builds it.
+
+    Needs :func:`single_rank` around it.
+    """
+    from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
+
+    od_config: Any = SimpleNamespace(
+        tf_model_config=config.to_native(),
+        parallel_config=SimpleNamespace(ulysses_degree=1, ring_degree=1),
+        cache_config={},
+    )
+    with device:
+        return MiniMaxH3DiTModel(od_config, quantization)
+
+
+def finish_loading(module: torch.nn.Module) -> None:
+    """What the host's loader does once all tensors have come (diffusers_loader.py ``_process_weights_after_loading``)."""
+    for layer in module.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
