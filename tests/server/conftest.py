@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers on the CPU reference platform, each started once a module and reused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
+from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
+from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
+from vllm_h3_plugin.serving.command import ServerCommand, server_command
+from vllm_h3_plugin.serving.profile import Profile, load_profile
+from vllm_h3_plugin.serving.server import Server, free_port
+
+READY_S = 420
+"""Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
+
+
+@dataclass
+class Running:
+    """A server that is ready."""
+
+    server: Server
+    client: VideoClient
+    url: str
+    info: dict
+
+    def make(self, request: VideoRequest, path: Path) -> Path:
+        """Make one clip; the file is new."""
+        self.client.make(request, path)
+        return path
+
+
+class Servers:
+    """Starts servers and stops them when the module is done; several start side by side."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder = folder
+        self._stack = stack
+        self._count = 0
+
+    def profile(self, checkpoint: Path, **update: object) -> Profile:
+        """The reference profile on a free port."""
+        return load_profile("reference").model_copy(update={"checkpoint": checkpoint, "port": free_port(), **update})
+
+    def launch(self, profile: Profile, *, stock: bool = False) -> Server:
+        """Start a server and do not wait. ``stock``: the host's own classes on the same platform."""
+        self._count += 1
+        run_dir = self._folder / f"run{self._count}"
+        run_dir.mkdir()
+        assert profile.checkpoint is not None
+        command = server_command(profile, profile.checkpoint, run_dir=run_dir, environ=os.environ)
+        server = Server(stock_command(command) if stock else command, log=self._folder / f"server{self._count}.log")
+        self._stack.enter_context(server)
+        return server
+
+    def ready(self, server: Server, *, stock: bool = False) -> Running:
+        """Wait for a launched server."""
+        info = wait_stock(server) if stock else server.wait_ready(READY_S)
+        client = self._stack.enter_context(VideoClient(server.command.url, timeout_s=120))
+        return Running(server, client, server.command.url, info)
+
+    def start(self, checkpoint: Path, *, stock: bool = False, **update: object) -> Running:
+        """Launch and wait."""
+        return self.ready(self.launch(self.profile(checkpoint, **update), stock=stock), stock=stock)
+
+
+def stock_command(command: ServerCommand) -> ServerCommand:
+    """The same command without this plugin's launcher and classes: only its platform is named in VLLM_PLUGINS."""
+    argv = tuple(
+        "vllm_omni.entrypoints.cli.main" if word == "vllm_h3_plugin.host.launch" else word for word in command.argv
+    )
+    plugins = "h3_reference,vllm_omni_register_models"
+    return ServerCommand(argv, {**command.environment, "VLLM_PLUGINS": plugins}, command.url)
+
+
+def wait_stock(server: Server) -> dict:
+    """Wait for a server that has no /v1/h3/info; its absence is the proof that it is the stock host."""
+    from vllm_h3_plugin.errors import HostError
+
+    with pytest.raises(HostError, match="not active"):
+        server.wait_ready(READY_S)
+    return {}
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Starts servers; all are gone when the module is done."""
+    with ExitStack() as stack:
+        yield Servers(tmp_path_factory.mktemp("servers"), stack)
+
+
+@pytest.fixture(scope="session")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Partition folder of a synthetic checkpoint, one for each set of options."""
+    made: dict[tuple, Path] = {}
+
+    def make(**options: object) -> Path:
+        key = tuple(sorted(options.items()))
+        if key not in made:
+            root = tmp_path_factory.mktemp("checkpoint")
+            made[key] = write_checkpoint(root, SynthSpec(**options)).partitions[0]  # type: ignore[arg-type]
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def fl2va(checkpoint_of: Callable[..., Path]) -> Path:
+    """A tiny FL2VA partition."""
+    return checkpoint_of(partition="fl2va")
+
+
+@pytest.fixture(scope="session")
+def ref2va(checkpoint_of: Callable[..., Path]) -> Path:
+    """A tiny Ref2VA partition."""
+    return checkpoint_of(partition="ref2va")
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two different 256x256 reference images."""
+    folder = tmp_path_factory.mktemp("pictures")
+    ramp = np.linspace(0, 255, 256, dtype=np.uint8)
+    first = np.stack([np.tile(ramp, (256, 1)), np.tile(ramp[:, None], (1, 256)), np.full((256, 256), 128, np.uint8)], -1)
+    paths = (folder / "first.png", folder / "last.png")
+    Image.fromarray(first).save(paths[0])
+    Image.fromarray(255 - first[::-1]).save(paths[1])
+    return paths
+
+
+def request(*references: Path, seed: int = 1, frames: int = 96, steps: int = 3, size: int = 64) -> VideoRequest:
+    """A small request."""
+    return VideoRequest("a red kite over a harbour", size, size, frames, steps, seed, references)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default path: FP8 recipe, one process, through the real server to a verified clip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import Running, Servers, request
+from vllm_h3_plugin import __version__
+from vllm_h3_plugin.errors import ServerError
+from vllm_h3_plugin.serving.client import VideoRequest, Watch
+from vllm_h3_plugin.video.verdict import Expectation
+from vllm_h3_plugin.video.verify import verify
+
+
+@pytest.fixture(scope="module")
+def fp8(servers: Servers, fl2va: Path) -> Running:
+    return servers.start(fl2va, recipe="fp8")
+
+
+def test_prompt_becomes_a_verified_clip_with_sound(fp8: Running, tmp_path: Path) -> None:
+    clip = fp8.make(request(), tmp_path / "t2va.mp4")
+    verdict = verify(clip, Expectation(width=64, height=64, frames=96))
+    verdict.raise_if_failed()
+    assert verdict.facts is not None
+    assert (verdict.facts.frames, verdict.facts.sample_rate, verdict.facts.channels) == (107, 32000, 2)
+
+
+def test_first_frame_becomes_a_verified_clip(fp8: Running, tmp_path: Path, pictures: tuple[Path, Path]) -> None:
+    clip = fp8.make(request(pictures[0]), tmp_path / "fl2va.mp4")
+    verify(clip, Expectation(width=64, height=64, frames=96)).raise_if_failed()
+
+
+def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(fp8: Running, tmp_path: Path) -> None:
+    first = fp8.make(request(seed=5), tmp_path / "a.mp4").read_bytes()
+    assert fp8.make(request(seed=5), tmp_path / "b.mp4").read_bytes() == first
+    assert fp8.make(request(seed=6), tmp_path / "c.mp4").read_bytes() != first
+
+
+def test_info_tells_plugin_recipe_backend_and_layers(fp8: Running) -> None:
+    info = httpx.get(f"{fp8.url}/v1/h3/info").json()
+    worker = info["workers"][0]
+    assert info["plugin"] == __version__
+    assert (worker["recipe"], worker["backend"]) == ("fp8", "reference")
+    assert worker["attention"] == "PrefixSDPABackend"
+    # 2 blocks and 1 refiner block of 4 linears; 2 AdaLN blocks and the final one in BF16; six in FP32.
+    assert worker["layers"]["transformer"]["fp32"] == 6
+    assert worker["layers"]["transformer"]["fp8_channel"] >= 12
+    assert worker["layers"]["transformer"]["bf16"] >= 3
+    assert worker["layers"]["text_encoder"]["fp8_channel"] == 4
+
+
+def test_progress_passes_through_the_phases_and_counts_steps(fp8: Running, tmp_path: Path) -> None:
+    looks: list[Watch] = []
+    big = request(size=192, frames=192, steps=12)
+    fp8.client.make(big, tmp_path / "long.mp4", looks.append)
+    steps = [look.step for look in looks if look.phase == "denoising"]
+    assert steps and steps == sorted(steps) and max(steps) <= 12
+    assert {look.steps for look in looks if look.phase == "denoising"} <= {11, 12}
+
+
+def test_a_refused_request_tells_the_servers_reason_and_saves_nothing(fp8: Running, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="refused to create a video"):
+        fp8.client.make(VideoRequest("", 64, 64, 96, 2, 1), tmp_path / "no.mp4")
+    assert not (tmp_path / "no.mp4").exists()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With the ``bf16`` recipe the plugin's clips are the stock host's, bit for bit: same platform, same attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.server.conftest import Running, Servers, request
+from vllm_h3_plugin.serving.client import VideoRequest
+from vllm_h3_plugin.video.decode import decoded_frames
+
+
+@pytest.fixture(scope="module")
+def pair(servers: Servers, fl2va: Path) -> tuple[Running, Running]:
+    ours = servers.launch(servers.profile(fl2va, recipe="bf16"))
+    theirs = servers.launch(servers.profile(fl2va, recipe="bf16"), stock=True)
+    return servers.ready(ours), servers.ready(theirs, stock=True)
+
+
+@pytest.fixture(scope="module")
+def reference_pair(servers: Servers, ref2va: Path) -> tuple[Running, Running]:
+    ours = servers.launch(servers.profile(ref2va, recipe="bf16"))
+    theirs = servers.launch(servers.profile(ref2va, recipe="bf16"), stock=True)
+    return servers.ready(ours), servers.ready(theirs, stock=True)
+
+
+def _same(pair: tuple[Running, Running], asked: VideoRequest, folder: Path) -> None:
+    ours = pair[0].make(asked, folder / "ours.mp4")
+    theirs = pair[1].make(asked, folder / "theirs.mp4")
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_t2va_is_bit_identical(pair: tuple[Running, Running], tmp_path: Path, seed: int) -> None:
+    _same(pair, request(seed=seed), tmp_path)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_first_and_last_frame_are_bit_identical(
+    pair: tuple[Running, Running], tmp_path: Path, pictures: tuple[Path, Path], count: int
+) -> None:
+    _same(pair, request(*pictures[:count]), tmp_path)
+
+
+def test_ref2va_is_bit_identical(
+    reference_pair: tuple[Running, Running], tmp_path: Path, pictures: tuple[Path, Path]
+) -> None:
+    _same(reference_pair, request(*pictures), tmp_path)
+
+
+def test_the_seed_reaches_the_clip_so_that_equality_means_something(pair: tuple[Running, Running], tmp_path: Path) -> None:
+    one = pair[0].make(request(seed=1), tmp_path / "one.mp4")
+    two = pair[0].make(request(seed=2), tmp_path / "two.mp4")
+    assert one.read_bytes() != two.read_bytes()
+
+
+def test_masked_attention_of_the_host_differs_by_less_than_a_grey_level_on_average(
+    servers: Servers, pair: tuple[Running, Running], fl2va: Path, tmp_path: Path
+) -> None:
+    """SDPA with a mask and without one round differently; three steps of BF16 carry that to the picture."""
+    masked = servers.start(fl2va, recipe="bf16", attention="TORCH_SDPA")
+    assert masked.info["workers"][0]["attention"] == "MaskedSDPABackend"
+    asked = request()
+    ours = _luma(pair[0].make(asked, tmp_path / "free.mp4"))
+    theirs = _luma(masked.make(asked, tmp_path / "masked.mp4"))
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).mean() < 1.0
+
+
+def _luma(clip: Path) -> np.ndarray:
+    frames = [frame for frame in decoded_frames(clip) if hasattr(frame, "to_ndarray") and hasattr(frame, "width")]
+    return np.stack([frame.to_ndarray(format="gray").astype(np.float32) for frame in frames])
