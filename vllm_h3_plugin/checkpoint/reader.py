@@ -140,7 +140,7 @@ def _check_unchanged(descriptor: int, file: ShardFile) -> None:
 
 def _read(descriptor: int, record: TensorRecord, buffer: torch.Tensor) -> Iterator[int]:
     """Fill ``buffer`` with the tensor's bytes, block by block; yields the size of each block."""
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     done = 0
     while done < record.nbytes:
         offset = record.offset + done
