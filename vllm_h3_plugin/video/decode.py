@@ -77,8 +77,6 @@ def decode_with_pyav(facts: ClipFacts, progress: Progress | None = None) -> Deco
             if isinstance(frame, AudioFrame):
                 sound.add(frame)
                 continue
-            if frame.is_corrupt and len(errors) < _MAX_ERRORS:
-                errors.append(f"frame {frames} is damaged")
             frames += 1
             sizes.setdefault((frame.width, frame.height))
             if frame.format.name in HASHED_FORMATS:
@@ -147,8 +145,9 @@ def decoded_frames(path: Path) -> Iterator[VideoFrame | AudioFrame]:
     """
     with open_clip(path) as container:
         streams: list[Any] = [video_stream(container)]
-        streams += container.streams.audio[:1]
+        streams += [stream for stream in container.streams.audio[:1] if stream.codec_context is not None]
         for stream in streams:
+            # Without it a damaged frame is filled with its neighbours' blocks and handed out as good.
             stream.codec_context.options = {"err_detect": "explode"}
         yield from container.decode(*streams)
 
@@ -189,7 +188,7 @@ def _command(facts: ClipFacts, program: Path) -> list[str]:
         err_detect="explode",
         noautorotate=None,
     )
-    streams = [source["v:0"]]
+    streams = [source[str(facts.video_index)]]
     if facts.audio_codec is not None:
         streams.append(source["a:0"])
     output = ffmpeg.output(*streams, "pipe:1", format="framemd5")

@@ -10,6 +10,7 @@ import numpy as np
 from av.audio.frame import AudioFrame
 from av.video.frame import VideoFrame
 from av.video.plane import VideoPlane
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 GRID = 32
@@ -48,6 +49,7 @@ class PictureMeter:
     """Feed every frame in order to :meth:`add`; :meth:`facts` may be asked at any time."""
 
     def __init__(self) -> None:
+        self._scaler = VideoReformatter()  # keeps its tables from frame to frame, VideoFrame.reformat does not
         self._frames = 0
         self._black = 0
         self._anchor: NDArray[np.float32] | None = None
@@ -58,7 +60,7 @@ class PictureMeter:
         """Measure one frame (any size and pixel format)."""
         # The Y plane of a small YUV frame: converting to "gray" would stretch limited to full range, or not,
         # depending on the FFmpeg version.
-        small = frame.reformat(width=GRID, height=GRID, format="yuv420p", interpolation="AREA").planes[0]
+        small = self._scaler.reformat(frame, width=GRID, height=GRID, format="yuv420p", interpolation="AREA").planes[0]
         luma = plane_rows(small).astype(np.float32)
         self._frames += 1
         self._black += bool(luma.max() <= BLACK_LUMA)

@@ -13,10 +13,15 @@ from typing import Any
 
 import av
 from av.container import InputContainer
-from av.stream import Disposition
+from av.stream import Stream
 from av.video.stream import VideoStream
 
 from vllm_h3_plugin.video.sniff import check_file, fault, read_layout
+
+# Codecs of cover pictures, which containers list as video streams of one frame.
+_STILL_CODECS = frozenset({"mjpeg", "png", "bmp", "gif"})
+
+_UNKNOWN = "unknown codec"
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,14 @@ class ClipFacts:
 
     Attributes:
         container: the demuxer's name, ``mp4``.
+        video_index: number of the video stream in the file, from 0.
         boxes: distinct types of the MP4 file's top-level boxes, in file order.
         trailing_bytes: bytes after the last whole box; 0 in a healthy file.
         width, height: pixels.
         fps: frames a second, as the demuxer guesses from index and stream (the average is wrong in fragmented MP4).
         frames: number of video samples in the container's index; 0 if it has none (fragmented MP4).
         duration: seconds of the video stream.
-        audio_codec: None if there is no sound stream; then the numbers of the sound are 0.
+        audio_codec: None if there is no sound stream, then the sound's numbers are 0; or `unknown codec`.
         sample_rate: samples a second and channel.
         audio_duration: seconds of the sound stream.
         size: bytes of the file.
@@ -42,6 +48,7 @@ class ClipFacts:
     container: str
     boxes: tuple[str, ...]
     trailing_bytes: int
+    video_index: int
     video_codec: str
     pixel_format: str
     width: int
@@ -76,11 +83,13 @@ def probe(path: Path) -> ClipFacts:
         # Streams without their own duration (fragmented MP4) get the container's.
         whole = (container.duration or 0) / av.time_base
         audio = container.streams.audio[0] if container.streams.audio else None
+        sound = audio.codec_context if audio else None
         return ClipFacts(
             path=path,
             container="mp4",
             boxes=layout.types,
             trailing_bytes=layout.trailing,
+            video_index=video.index,
             video_codec=video.codec_context.name,
             pixel_format=video.codec_context.pix_fmt or "unknown",
             width=video.codec_context.width,
@@ -88,9 +97,9 @@ def probe(path: Path) -> ClipFacts:
             fps=Fraction(video.guessed_rate or video.average_rate or 0),
             frames=video.frames,
             duration=_seconds(video.duration, video.time_base, whole),
-            audio_codec=audio.codec_context.name if audio else None,
-            sample_rate=audio.codec_context.sample_rate if audio else 0,
-            channels=audio.codec_context.layout.nb_channels if audio else 0,
+            audio_codec=_codec(audio) if audio else None,
+            sample_rate=sound.sample_rate if sound else 0,
+            channels=sound.layout.nb_channels if sound else 0,
             audio_duration=_seconds(audio.duration, audio.time_base, whole) if audio else 0.0,
             size=path.stat().st_size,
             sha256=sha256_of(path),
@@ -108,7 +117,7 @@ def open_clip(path: Path) -> Iterator[InputContainer]:
     """
     with path.open("rb") as file:
         try:
-            container = av.open(file, mode="r", format="mp4")
+            container = av.open(file, mode="r", format="mp4", metadata_errors="replace")
         except av.FFmpegError as exc:
             raise fault(
                 "unreadable",
@@ -122,15 +131,15 @@ def open_clip(path: Path) -> Iterator[InputContainer]:
 
 
 def video_stream(container: InputContainer) -> VideoStream:
-    """The first video stream that is not a cover picture.
+    """The first video stream that can be decoded and is not a cover picture.
 
     Raises:
         ClipError: there is none (``fault`` no_video).
     """
     for stream in container.streams.video:
-        if not stream.disposition & Disposition.attached_pic:
+        if _codec(stream) not in _STILL_CODECS | {_UNKNOWN}:
             return stream
-    held = ", ".join(stream.type for stream in container.streams) or "no stream at all"
+    held = ", ".join(f"{stream.type} ({_codec(stream)})" for stream in container.streams) or "no stream"
     raise fault(
         "no_video",
         f"{container.name} has no video stream",
@@ -138,6 +147,11 @@ def video_stream(container: InputContainer) -> VideoStream:
         fix="Check that the encoder was given frames, and that this is the clip and not its sound alone.",
         check="video stream",
     )
+
+
+def _codec(stream: Stream) -> str:
+    # A stream that no decoder knows has no codec context.
+    return stream.codec_context.name if stream.codec_context is not None else _UNKNOWN
 
 
 def sha256_of(path: Path) -> str:

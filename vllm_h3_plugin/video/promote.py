@@ -9,9 +9,6 @@ from pathlib import Path
 
 from vllm_h3_plugin.errors import ClipError, UsageError
 
-# What file systems without hard links answer (exFAT, some network and FUSE mounts, some container overlays).
-_NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
-
 
 def part_path(final: Path) -> Path:
     """Name of the unfinished file beside ``final``: ``clip.mp4`` -> ``clip.mp4.part``."""
@@ -48,8 +45,7 @@ def promote(part: Path, final: Path) -> None:
                 why="a file cannot be renamed across file systems without copying it",
                 fix=f"Write the unfinished file beside its final name, as {part_path(final)}.",
             ) from exc
-        if exc.errno not in _NO_HARD_LINKS:
-            raise _cannot_write(final, exc) from exc
+        # No hard links here (exFAT, some network, FUSE and overlay mounts), or a fault that the other way meets too.
         _claim_and_replace(part, final)
     else:
         part.unlink()

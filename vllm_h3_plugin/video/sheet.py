@@ -88,7 +88,8 @@ def check_output(out: Path, *, force: bool) -> None:
 
 def _gather(facts: ClipFacts, count: int, wave_width: int) -> _Material:
     total = facts.frames or max(round(facts.duration * facts.fps), 1)
-    chosen = {round(n * (total - 1) / max(count - 1, 1)) for n in range(min(count, total))}
+    count = min(count, total)
+    chosen = {round(n * (total - 1) / max(count - 1, 1)) for n in range(count)}
     tile_height = max(round(_TILE_WIDTH * facts.height / max(facts.width, 1)), 1)
     expected = max(round(facts.audio_duration * facts.sample_rate), 1)
     material = _Material()
