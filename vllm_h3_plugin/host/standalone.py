@@ -24,10 +24,20 @@ from vllm_h3_plugin.checkpoint.layout import DitConfig
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 
 
+def platform_device() -> torch.device:
+    """Device of the platform that the host detected."""
+    return torch.device(current_omni_platform.device_type)
+
+
+def describe_platform() -> str:
+    """Platform class and device name, for people."""
+    return f"{type(current_omni_platform).__name__} on {current_omni_platform.get_device_name()}"
+
+
 @contextmanager
 def single_rank() -> Iterator[torch.device]:
     """Be the only rank of a distributed world, with BF16 as default dtype; yields the device."""
-    device = torch.device(current_omni_platform.device_type)
+    device = platform_device()
     config = VllmConfig() if device.type == "cuda" else VllmConfig(device_config=DeviceConfig(device="cpu"))
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank on the reference platform for every contract test of this run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+# Before vLLM is imported: it discovers its platform once.
+os.environ["H3_REFERENCE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[torch.device]:
+    """The device of the only rank of a distributed world."""
+    from vllm_h3_plugin.host.register import register
+    from vllm_h3_plugin.host.standalone import single_rank
+
+    register()
+    with single_rank() as device:
+        yield device

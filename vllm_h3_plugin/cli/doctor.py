@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-h3 doctor``: is this environment, as it is, fit to serve H3?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import typer
+
+from vllm_h3_plugin.errors import H3Error
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table."""
+
+    check: str
+    ok: bool
+    detail: str
+    fix: str = ""
+
+
+def doctor(
+    reference: bool = typer.Option(
+        False, "--reference", help="Check on the CPU reference platform. [default: as H3_REFERENCE says]"
+    ),
+    as_json: bool = typer.Option(False, "--json", help="End with one JSON line."),
+) -> None:
+    """Check host, plugin and the five contracts in this environment.
+
+    Runs without a checkpoint: versions against launch/image.lock, the plugin's entry points as the host loads them,
+    ffmpeg, the kernels that FP8 needs on this device, and the five loading contracts (qkv_layout, loader_contract,
+    fc1_layout, fp8_quantizer, adaln_bf16) on a small real host model. Exit code 0 only if all hold.
+
+    \b
+    vllm-h3 doctor
+    vllm-h3 doctor --reference --json
+    """
+    from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
+
+    if reference:
+        os.environ["H3_REFERENCE"] = "1"
+    # The host logs to stdout unless told otherwise; stdout is for the result.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    findings: list[Finding] = []
+    with stderr().status("checking versions, plugin and kernels"):
+        for name, check in _CHECKS.items():
+            findings.append(_find(name, check))
+            if not findings[-1].ok and name in ("settings", "host", "plugin"):
+                break  # what follows would only repeat it
+        else:
+            findings.extend(_contracts())
+    stdout().print(_table(findings))
+    healthy = all(finding.ok for finding in findings)
+    if as_json:
+        emit_json(healthy, findings=[asdict(finding) for finding in findings])
+    sys.exit(0 if healthy else 1)
+
+
+def _find(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, True, check())
+    except H3Error as exc:
+        return Finding(name, False, f"{exc.what}: {exc.why}" if exc.why else exc.what, exc.fix)
+
+
+def _settings() -> str:
+    from vllm_h3_plugin import settings
+
+    found = settings.load()
+    return "reference platform" if found.reference else "real platform"
+
+
+def _host() -> str:
+    from vllm_h3_plugin.pins import installed_host
+
+    return str(installed_host())
+
+
+def _plugin() -> str:
+    from vllm_h3_plugin import __version__
+    from vllm_h3_plugin.host.launch import prove_plugin_loads
+
+    prove_plugin_loads()
+    return f"vllm-h3-plugin {__version__} registers and the host resolves H3 to it"
+
+
+def _platform() -> str:
+    import torch
+    from vllm_h3_plugin.host.standalone import describe_platform
+
+    return f"{describe_platform()}, torch {torch.__version__}"
+
+
+def _kernels() -> str:
+    from vllm_h3_plugin.host.standalone import platform_device
+    from vllm_h3_plugin.quantization.contract import choose_backend_name
+    from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
+
+    name, reason = choose_backend_name(None, system_facts(platform_device()))
+    return f"{name}: {reason}"
+
+
+def _ffmpeg() -> str:
+    from vllm_h3_plugin.video.tools import find_ffmpeg
+
+    return str(find_ffmpeg())
+
+
+_CHECKS: dict[str, Callable[[], str]] = {
+    "settings": _settings,
+    "host": _host,
+    "plugin": _plugin,
+    "platform": _platform,
+    "kernels": _kernels,
+    "ffmpeg": _ffmpeg,
+}
+
+
+def _contracts() -> list[Finding]:
+    from vllm_h3_plugin.host.contracts import run_contracts
+
+    return [Finding(outcome.name, outcome.ok, outcome.detail) for outcome in run_contracts()]
+
+
+def _table(findings: list[Finding]):  # type: ignore[no-untyped-def]
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "", "detail", "fix"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        table.add_row(finding.check, "ok" if finding.ok else "FAIL", finding.detail, finding.fix)
+    return table
