@@ -20,6 +20,7 @@ import pytest
 
 from vllm_h3_plugin.errors import HostError
 from vllm_h3_plugin.pins import HostPin, installed_host
+from vllm_h3_plugin.serving.command import HOST_ENVIRONMENT
 
 TESTS = Path(__file__).resolve().parent
 
@@ -35,9 +36,9 @@ NEEDS = {
     "npu": "needs an Ascend device",
 }
 
-# Nothing in the tests may reach the network.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+# Nothing in the tests may reach the network, and importing the host starts no compilers.
+for _name, _value in {**HOST_ENVIRONMENT, "VLLM_NO_USAGE_STATS": "1"}.items():
+    os.environ.setdefault(_name, _value)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -40,9 +40,12 @@ def doctor(
     vllm-h3 doctor --reference --json
     """
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
+    from vllm_h3_plugin.serving.command import HOST_ENVIRONMENT
 
     if reference:
         os.environ["H3_REFERENCE"] = "1"
+    for name, value in HOST_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # The host logs to stdout unless told otherwise; stdout is for the result.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
