@@ -130,7 +130,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two different 256x256 reference images."""
     folder = tmp_path_factory.mktemp("pictures")
     ramp = np.linspace(0, 255, 256, dtype=np.uint8)
-    first = np.stack([np.tile(ramp, (256, 1)), np.tile(ramp[:, None], (1, 256)), np.full((256, 256), 128, np.uint8)], -1)
+    first = np.stack(
+        [np.tile(ramp, (256, 1)), np.tile(ramp[:, None], (1, 256)), np.full((256, 256), 128, np.uint8)], -1
+    )
     paths = (folder / "first.png", folder / "last.png")
     Image.fromarray(first).save(paths[0])
     Image.fromarray(255 - first[::-1]).save(paths[1])

@@ -51,7 +51,9 @@ def test_ref2va_is_bit_identical(
     _same(reference_pair, request(*pictures), tmp_path)
 
 
-def test_the_seed_reaches_the_clip_so_that_equality_means_something(pair: tuple[Running, Running], tmp_path: Path) -> None:
+def test_the_seed_reaches_the_clip_so_that_equality_means_something(
+    pair: tuple[Running, Running], tmp_path: Path
+) -> None:
     one = pair[0].make(request(seed=1), tmp_path / "one.mp4")
     two = pair[0].make(request(seed=2), tmp_path / "two.mp4")
     assert one.read_bytes() != two.read_bytes()

@@ -147,7 +147,8 @@ def _serve_and_make(
     with Server(command, log=log) as server, VideoClient(command.url) as client:
         with console.status(f"server is starting (log: {log})") as status:
             info = server.wait_ready(
-                profile.ready_timeout_s, lambda waited, _: status.update(f"server is starting, {waited:.0f} s (log: {log})")
+                profile.ready_timeout_s,
+                lambda waited, _: status.update(f"server is starting, {waited:.0f} s (log: {log})"),
             )
         assert server.ready_s is not None
         worker = info["workers"][0]

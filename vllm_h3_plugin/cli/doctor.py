@@ -94,6 +94,7 @@ def _plugin() -> str:
 
 def _platform() -> str:
     import torch
+
     from vllm_h3_plugin.host.standalone import describe_platform
 
     return f"{describe_platform()}, torch {torch.__version__}"

@@ -77,8 +77,8 @@ def serve(
             info = server.wait_ready(profile.ready_timeout_s)
             worker = info["workers"][0]
             console.print(
-                f"ready after {server.ready_s:.1f} s: {command.url}  plugin {info['plugin']}, recipe {worker['recipe']}, "
-                f"backend {worker['backend']}, attention {worker['attention']}",
+                f"ready after {server.ready_s:.1f} s: {command.url}  plugin {info['plugin']}, "
+                f"recipe {worker['recipe']}, backend {worker['backend']}, attention {worker['attention']}",
                 markup=False,
             )
             code = server.wait()

@@ -124,4 +124,3 @@ def check_precisions(module: torch.nn.Module, part: str, plan: PrecisionPlan) ->
             )
         counts[precision.value] = counts.get(precision.value, 0) + 1
     return counts
-

@@ -78,7 +78,7 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
             plan_part = "text_encoder" if part == "text_encoder" else "transformer"
             counts[part] = loading.check_precisions(module, plan_part, self._session.plan)
         for part in ("video_vae", "audio_vae"):
-            # Filled by the host in __init__ (pipeline_minimax_h3.py:1061); reported so that its loader does not miss them.
+            # Filled by the host in __init__ (pipeline_minimax_h3.py:1061); named, so that its loader misses nothing.
             module = getattr(self, part)
             if module is not None:
                 loaded |= {f"{part}.{name}" for name, _ in module.named_parameters()}
@@ -95,9 +95,7 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
             return loading.load_text_encoder(self.text_encoder, names, source)
         dit = getattr(self, module_name)
         assert partition.dit is not None  # the inventory is clean
-        report = loading.load_dit(
-            dit, names, source, config=partition.dit, diffusers=part.layout == "diffusers"
-        )
+        report = loading.load_dit(dit, names, source, config=partition.dit, diffusers=part.layout == "diffusers")
         dit.post_load_weights()
         return report
 

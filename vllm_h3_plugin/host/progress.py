@@ -17,7 +17,7 @@ logger = init_logger(__name__)
 
 
 class Progress:
-    """Writes :data:`run_state.PROGRESS` at each phase and step; silent on ranks other than 0 and without a run folder."""
+    """Writes :data:`run_state.PROGRESS` at each phase and step; silent on other ranks than 0 and without a folder."""
 
     def __init__(self) -> None:
         self._active = run_state.run_dir() is not None and int(os.environ.get("RANK", "0")) == 0

@@ -12,8 +12,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_h3_plugin.errors import RecipeError
 from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod
 from vllm_h3_plugin.quantization.contract import QuantBackend
-from vllm_h3_plugin.quantization.precision import Precision
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
+from vllm_h3_plugin.quantization.precision import Precision
 
 TEXT_ENCODER_PREFIX = "text_encoder."
 

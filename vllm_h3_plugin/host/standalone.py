@@ -76,7 +76,7 @@ def build_dit(config: DitConfig, quantization: H3QuantizationConfig | None, devi
 
 
 def finish_loading(module: torch.nn.Module) -> None:
-    """What the host's loader does once all tensors have come (diffusers_loader.py ``_process_weights_after_loading``)."""
+    """What the host does once all tensors have come (diffusers_loader.py ``_process_weights_after_loading``)."""
     for layer in module.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):

@@ -115,7 +115,9 @@ class VideoClient:
         job = self._json(self._http.get(f"/v1/videos/{job['id']}"), "read the job")
         if job["status"] != "completed":
             error = job.get("error") or {}
-            raise ServerError(f"job {job['id']} {job['status']}", why=str(error.get("message", "the server gave no reason")))
+            raise ServerError(
+                f"job {job['id']} {job['status']}", why=str(error.get("message", "the server gave no reason"))
+            )
         self._download(str(job["id"]), part)
         return job
 

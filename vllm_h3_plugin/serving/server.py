@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -179,10 +180,8 @@ class Server:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started; a process that is gone is no error."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass
 
     def stop(self, grace_s: float = 20) -> None:
         """Ask the process group to end, insist after ``grace_s``, and return when it is gone."""
@@ -190,10 +189,8 @@ class Server:
             return
         if self._process.poll() is None:
             self.signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                pass
         # Workers are in the same session; none may outlive the server.
         self.signal(signal.SIGKILL)
         self._process.wait()

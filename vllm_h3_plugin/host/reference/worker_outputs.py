@@ -27,7 +27,7 @@ def _output_loop(self: Any) -> None:
         try:
             host_worker.pack_diffusion_output_shm(output)
             message["output"] = output
-        except Exception as exc:  # noqa: BLE001 - whatever failed, the waiting request must hear of it
+        except Exception as exc:
             logger.exception("packing of output %s failed", output_id)
             message["error"] = f"packing the output failed: {exc}"
         try:
