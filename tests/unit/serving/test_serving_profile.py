@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch profiles and the command they become."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_h3_plugin.errors import RecipeError, SettingsError, UsageError
+from vllm_h3_plugin.serving.command import server_command
+from vllm_h3_plugin.serving.profile import Profile, load_profile, profile_names
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_packaged_profile_loads(name: str) -> None:
+    assert load_profile(name).description
+
+
+def test_unknown_profile_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="Did you mean spark"):
+        load_profile("spork")
+
+
+def test_unknown_key_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('description = "x"\nprot = 8000\n')
+    with pytest.raises(SettingsError) as caught:
+        load_profile(str(path))
+    assert "prot" in caught.value.what and "port" in caught.value.fix
+
+
+def test_malformed_toml_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("description = \n")
+    with pytest.raises(SettingsError, match=r"mine\.toml is not valid TOML"):
+        load_profile(str(path))
+
+
+def test_wrong_value_names_file_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('description = "x"\nport = 99999\n')
+    with pytest.raises(SettingsError, match=r"mine\.toml: port"):
+        load_profile(str(path))
+
+
+def _command(tmp_path: Path, environ: dict[str, str] | None = None, **keys: object) -> list[str]:
+    profile = Profile.model_validate({"description": "x", **keys})
+    command = server_command(profile, Path("/ckpt/FL2VA"), run_dir=tmp_path, environ=environ or {})
+    return [*command.argv, *(f"{k}={v}" for k, v in command.environment.items())]
+
+
+def test_the_command_is_vllm_serve_omni_behind_the_launcher(tmp_path: Path) -> None:
+    words = _command(tmp_path)
+    assert words[:6] == [sys.executable, "-m", "vllm_h3_plugin.host.launch", "serve", "/ckpt/FL2VA", "--omni"]
+    assert "--trust-remote-code" in words
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(("recipe", "flag"), [("fp8", True), ("fp8-tensor", True), ("bf16", False)])
+def test_the_recipe_decides_the_quantization_flag(tmp_path: Path, recipe: str, flag: bool) -> None:
+    words = _command(tmp_path, recipe=recipe)
+    assert ("--quantization" in words) is flag
+    assert f"H3_RECIPE={recipe}" in words
+
+
+def test_every_key_that_has_a_flag_reaches_the_command(tmp_path: Path) -> None:
+    words = _command(tmp_path, task="ref2va", executor="mp", devices=2, attention="TORCH_SDPA", eager=True)
+    text = " ".join(words)
+    for part in (
+        "--task-type ref2va",
+        "--distributed-executor-backend mp",
+        "--num-gpus 2",
+        "--diffusion-attention-backend TORCH_SDPA",
+        "--enforce-eager",
+    ):
+        assert part in text
+
+
+def test_plugins_of_the_caller_are_kept_and_the_hosts_own_is_named(tmp_path: Path) -> None:
+    words = _command(tmp_path, {"VLLM_PLUGINS": "mine,h3"})
+    assert "VLLM_PLUGINS=mine,h3,h3_reference,vllm_omni_register_models" in words
+
+
+def test_the_callers_environment_wins_over_defaults(tmp_path: Path) -> None:
+    assert "HF_HUB_OFFLINE=0" in _command(tmp_path, {"HF_HUB_OFFLINE": "0"})
+
+
+def test_unknown_recipe_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="fp9"):
+        _command(tmp_path, recipe="fp9")
+
+
+def test_a_wildcard_address_is_reached_on_loopback(tmp_path: Path) -> None:
+    profile = Profile(description="x", address="0.0.0.0", port=8123)
+    assert server_command(profile, Path("c"), run_dir=tmp_path, environ={}).url == "http://127.0.0.1:8123"
