@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +18,9 @@ from vllm_h3_plugin.checkpoint.layout import (
     to_diffusers,
 )
 from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, tiny_dit, tiny_text, write_checkpoint
+
+if TYPE_CHECKING:
+    import torch
 
 SPEC = SynthSpec(dit=tiny_dit(), text=tiny_text(layers=2))
 DTYPES = {"BF16": "bfloat16", "F32": "float32"}
@@ -53,35 +55,32 @@ def parameters(root: Any) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the host builds for a tiny checkpoint, on the reference platform."""
+def built(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the host builds for a tiny checkpoint."""
+    from vllm_omni.diffusion.models.minimax_h3.encoder import MiniMaxH3Qwen3VLEncoder
+    from vllm_omni.diffusion.models.minimax_h3.fasth3 import _resolve_native_target
+
+    from vllm_h3_plugin.host.standalone import build_dit
+
     partition = write_checkpoint(tmp_path_factory.mktemp("built") / "H3", SPEC).partitions[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("H3_REFERENCE", "1")  # before vLLM resolves its platform
-        from vllm_omni.diffusion.models.minimax_h3.encoder import MiniMaxH3Qwen3VLEncoder
-        from vllm_omni.diffusion.models.minimax_h3.fasth3 import _resolve_native_target
-
-        from vllm_h3_plugin.host.standalone import build_dit, single_rank
-
-        with single_rank() as device:
-            dit = build_dit(SPEC.dit, None, device)
-            encoder = MiniMaxH3Qwen3VLEncoder(
-                str(partition / "text_encoder"),
-                device=device,
-                load_model=True,
-                encoder_group=SimpleNamespace(rank_in_group=0, world_size=1),
-            )
-        names = [*text_encoder_tensors(SPEC.text), *DROPPED]
-        yield {
-            "linears": linears(dit, "transformer") | linears(encoder, "text_encoder"),
-            "dit": parameters(dit),
-            "encoder": parameters(encoder),
-            "text_names": {name: encoder._map_weight_name(name) for name in names},
-            "diffusers_names": {
-                name: (_resolve_native_target(name.rpartition(".")[0]) or (None, None))[:2]
-                for name in dit_tensors_diffusers(SPEC.dit)
-            },
-        }
+    dit = build_dit(SPEC.dit, None, device)
+    encoder = MiniMaxH3Qwen3VLEncoder(
+        str(partition / "text_encoder"),
+        device=device,
+        load_model=True,
+        encoder_group=SimpleNamespace(rank_in_group=0, world_size=1),
+    )
+    names = [*text_encoder_tensors(SPEC.text), *DROPPED]
+    return {
+        "linears": linears(dit, "transformer") | linears(encoder, "text_encoder"),
+        "dit": parameters(dit),
+        "encoder": parameters(encoder),
+        "text_names": {name: encoder._map_weight_name(name) for name in names},
+        "diffusers_names": {
+            name: (_resolve_native_target(name.rpartition(".")[0]) or (None, None))[:2]
+            for name in dit_tensors_diffusers(SPEC.dit)
+        },
+    }
 
 
 def described(spec: TensorSpec) -> list[Any]:
