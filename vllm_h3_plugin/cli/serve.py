@@ -89,7 +89,7 @@ def serve(
 
 def _profile(target: str, flags: dict[str, object]) -> Profile:
     from vllm_h3_plugin import settings
-    from vllm_h3_plugin.serving.profile import Profile, load_profile
+    from vllm_h3_plugin.serving.profile import load_profile
 
     values = settings.load()
     if Path(target).is_dir():
@@ -102,7 +102,7 @@ def _profile(target: str, flags: dict[str, object]) -> Profile:
         chosen.setdefault("recipe", values.recipe)
     if values.reference:
         chosen["reference"] = True
-    return Profile.model_validate({**profile.model_dump(), **chosen})
+    return profile.with_flags(chosen)
 
 
 def check_before_start(profile: Profile) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -33,6 +34,20 @@ class Profile(BaseModel):
     attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
     eager: bool = Field(default=False, description="Do not compile the transformer blocks.")
     ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")
+
+    def with_flags(self, flags: Mapping[str, object]) -> Profile:
+        """This profile with some keys replaced, checked.
+
+        Raises:
+            UsageError: a value that its key cannot take; names the flag.
+        """
+        try:
+            return Profile.model_validate({**self.model_dump(), **flags})
+        except ValidationError as exc:
+            first = exc.errors()[0]
+            key = str(first["loc"][0])
+            what = Profile.model_fields[key].description or ""
+            raise UsageError(f"--{key} {flags.get(key)}", why=str(first["msg"]), fix=what) from exc
 
 
 def profile_names() -> list[str]:
