@@ -48,6 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--accelerator") is None:
+        # Before any test module imports vLLM, which discovers its platform once.
+        os.environ["H3_REFERENCE"] = "1"
     report = config.getoption("--report")
     if report:
         config.pluginmanager.register(Report(report, config), "h3-report")

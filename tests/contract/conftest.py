@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,6 @@ import pytest
 
 if TYPE_CHECKING:
     import torch
-
-# Before vLLM is imported: it discovers its platform once.
-os.environ["H3_REFERENCE"] = "1"
 
 
 @pytest.fixture(scope="session")
