@@ -51,7 +51,7 @@ class Settings(BaseModel):
     recipe: str | None = Field(
         default=None,
         description="Precision recipe: a name from `quant/` (`fp8`, `bf16`, …) or a path to a JSON file. "
-        "Unset: `fp8` when the server runs with `--quantization fp8`, else `bf16`.",
+        "Unset: the profile's; without `vllm-h3 serve`, `fp8` under `--quantization fp8`, else `bf16`.",
     )
     run_dir: Path | None = Field(
         default=None,

@@ -39,8 +39,8 @@ Latents = tuple[torch.Tensor, torch.Tensor]
 TASKS = ("t2va", "fl2va", "ref2va")
 # Release defaults of the host (pipeline_minimax_h3.py, sigma_shift_scales).
 VIDEO_SHIFT, AUDIO_SHIFT = 12.0, 3.0
-# Text rows, and the latent grid of a clip of 22 frames: an odd size, so that the packed sequence ends in pad rows.
-TEXT_ROWS, LATENT_T, LATENT_H, LATENT_W, AUDIO_T, FRAMES = 21, 7, 8, 10, 37, 22
+# Text rows, and the latent grid of a clip of 22 frames; the rows add up to no multiple of 64, so that pad rows follow.
+TEXT_ROWS, LATENT_T, LATENT_H, LATENT_W, AUDIO_T, FRAMES = 21, 7, 6, 8, 37, 22
 
 
 def random_weights(config: DitConfig, seed: int = 0) -> Weights:
@@ -116,11 +116,18 @@ def adaln_in_fp8(base: PrecisionPlan) -> PrecisionPlan:
 
 
 def host_dit(
-    config: DitConfig, weights: Weights, device: torch.device, precisions: PrecisionPlan | str = "bf16", **how: bool
+    config: DitConfig,
+    weights: Weights,
+    device: torch.device,
+    precisions: PrecisionPlan | str = "bf16",
+    *,
+    diffusers: bool = False,
 ) -> torch.nn.Module:
-    """The host's DiT, filled by the plugin's loader; ``diffusers=True`` if the weights are in that layout.
+    """The host's DiT, filled by the plugin's loader. Needs ``single_rank``.
 
-    Needs ``single_rank``.
+    Args:
+        precisions: a plan, or a packaged recipe's name.
+        diffusers: whether the weights are in the Diffusers layout.
     """
     if isinstance(precisions, str):
         precisions = precision_plan(precisions, config)
@@ -128,7 +135,7 @@ def host_dit(
     if precisions.quantized:
         quantization = H3QuantizationConfig(precisions, choose_backend(None, system_facts(device))[0])
     dit = build_dit(config, quantization, device)
-    loading.load_dit(dit, weights, weights.items(), config=config, diffusers=how.get("diffusers", False))
+    loading.load_dit(dit, weights, weights.items(), config=config, diffusers=diffusers)
     finish_loading(dit)
     loading.check_precisions(dit, "transformer", precisions)
     return dit

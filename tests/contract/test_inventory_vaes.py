@@ -19,8 +19,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def partition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def partition(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("vaes") / "H3", SynthSpec(dit=tiny_dit(layers=1))).partitions[0]
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """FP32 whatever the default dtype, which the host sets to BF16."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
 
 
 def load(kind: str, folder: Path) -> Any:
@@ -43,7 +48,7 @@ def audio_vae(partition: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def clip(video_vae) -> torch.Tensor:
-    latents = torch.randn(1, 24, 12, 4, 6, generator=torch.Generator().manual_seed(0))
+    latents = noise(1, 24, 12, 4, 6)
     return video_vae.decode_latent(latents)[0]
 
 
@@ -77,10 +82,10 @@ def test_an_encoded_picture_comes_back_recognisably(video_vae) -> None:
 
     probe = torch.arange(24 * 4 * 6, dtype=torch.float32).view(1, 24, 1, 4, 6)
     order = minimax_h3_patchify_video_latent(probe, patch_size=(1, 2, 2)).long().flatten()
-    latent = torch.empty(order.numel())
+    latent = torch.empty(order.numel(), dtype=torch.float32)
     latent[order] = packed.flatten()
     frame = video_vae.decode_latent(latent.view(1, 24, 1, 4, 6))[0, :, 0]
-    original = torch.from_numpy(picture).permute(2, 0, 1) / 255
+    original = torch.from_numpy(picture).permute(2, 0, 1).float() / 255
     away_from_the_disc = (frame.min(dim=0).values < 0.9).expand_as(frame)
     assert (frame - original)[away_from_the_disc].abs().mean() < 0.05
 
@@ -92,7 +97,7 @@ def test_videos_are_encoded_at_one_latent_step_for_1_4_4_4_4_frames(video_vae) -
 
 
 def test_sound_is_heard_and_comes_back_as_it_was(audio_vae) -> None:
-    latents = torch.randn(2, 32, 40, generator=torch.Generator().manual_seed(0)) * 0.3
+    latents = 0.3 * noise(2, 32, 40)
     wave = audio_vae.decode_latent(latents)
     assert wave.shape == (1, 2, 40 * 800) and wave.std() > 0.01 and wave.abs().max() <= 1
     rows, steps = audio_vae.encode_waveform(wave[0], 32000)
@@ -101,5 +106,5 @@ def test_sound_is_heard_and_comes_back_as_it_was(audio_vae) -> None:
 
 
 def test_sound_that_is_no_whole_step_is_padded(audio_vae) -> None:
-    _, steps = audio_vae.encode_waveform(torch.zeros(2, 801), 32000)
+    _, steps = audio_vae.encode_waveform(torch.zeros(2, 801, dtype=torch.float32), 32000)
     assert steps == 2

@@ -52,8 +52,8 @@ def demo(
     """Make and verify two clips on this machine: one from a prompt, one from a prompt and a first frame.
 
     Writes a small random checkpoint, starts the real `vllm serve --omni` with the plugin on a free loopback port, asks
-    for the clips over HTTP, verifies them, draws contact sheets, and stops the server. With random weights the pictures
-    are noise; the path is the real one. Nothing is overwritten: each run gets its own folder below OUT.
+    for the clips over HTTP, verifies them, draws contact sheets, and stops the server. The weights are random:
+    the pictures are abstract, the path is the real one. Nothing is overwritten: each run gets its own folder below OUT.
 
     \b
     vllm-h3 demo

@@ -65,7 +65,8 @@ def serve(
     check_port_free(profile.address, profile.port)
     console = stderr()
     with tempfile.TemporaryDirectory(prefix="vllm-h3-") as folder:
-        command = server_command(profile, partition, run_dir=Path(folder), environ=os.environ, extra=ctx.args)
+        run_dir = None if dry_run else Path(folder)
+        command = server_command(profile, partition, run_dir=run_dir, environ=os.environ, extra=ctx.args)
         console.print(str(command), markup=False)
         if dry_run:
             if as_json:
@@ -89,11 +90,13 @@ def serve(
 
 def _profile(target: str, flags: dict[str, object]) -> Profile:
     from vllm_h3_plugin import settings
-    from vllm_h3_plugin.serving.profile import load_profile
+    from vllm_h3_plugin.cli.console import stderr
+    from vllm_h3_plugin.serving.profile import load_profile, profile_names
 
     values = settings.load()
-    if Path(target).is_dir():
+    if target not in profile_names() and Path(target).is_dir():
         name = "reference" if values.reference else "spark"
+        stderr().print(f"no profile named: {name}", markup=False)
         profile = load_profile(name).model_copy(update={"checkpoint": Path(target)})
     else:
         profile = load_profile(target)

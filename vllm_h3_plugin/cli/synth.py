@@ -86,7 +86,7 @@ def synth(
 
     \b
     Examples:
-      vllm-h3 synth /tmp/h3                          20 MB, for a laptop
+      vllm-h3 synth /tmp/h3                          14 MB, for a laptop
       vllm-h3 synth /tmp/h3 --partition both         both partitions below one root
       vllm-h3 synth /tmp/h3w --true-width --layers 4 9 GB, real GEMM shapes for a GPU
     """

@@ -40,7 +40,7 @@ def evaluations(num_steps: int) -> int:
 class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
-    Raises (from ``__init__``, before any weight is read):
+    Raises (from ``__init__``, before the DiT and the text encoder are read; an adapter that is refused costs the VAEs):
         CheckpointError, RecipeError, BackendError, UsageError, SettingsError: see :func:`open_session`.
     """
 
@@ -53,7 +53,8 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
         super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
         self._progress = Progress()
-        self._progress.watch(self.transformer)
+        for name in self._dit_modules:
+            self._progress.watch(getattr(self, name))
         if getattr(self, "_fasth3", None) is not None:
             raise UsageError(
                 "a FastH3 adapter was given with --lora-path",

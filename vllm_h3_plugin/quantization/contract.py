@@ -168,7 +168,7 @@ def choose_backend_name(name: str | None, facts: SystemFacts) -> tuple[str, str]
         raise BackendError(
             f"no quantization backend for device {facts.device!r}",
             why=f"cutlass_fp8 needs CUDA and the reference is not meant for {facts.device}",
-            fix="Use the bf16 recipe, or name the backend `reference` to run slowly.",
+            fix="Use the bf16 recipe.",
             device=facts.device,
         )
     if facts.device != "cuda":
@@ -180,7 +180,7 @@ def choose_backend_name(name: str | None, facts: SystemFacts) -> tuple[str, str]
     raise BackendError(
         "quantization backend 'cutlass_fp8' cannot run here",
         why=refusal,
-        fix="Use the bf16 recipe, or name the backend `reference` to run slowly in plain torch.",
+        fix="Use the bf16 recipe; `vllm-h3 doctor` shows what this device has.",
         backend="cutlass_fp8",
         device=facts.device,
     )

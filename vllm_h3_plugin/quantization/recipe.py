@@ -219,7 +219,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _schema_error(exc: ValidationError, source: str) -> RecipeError:
-    first = exc.errors()[0]
+    # A misspelt key is both unknown and missing; the unknown one says which word to mend.
+    first = min(exc.errors(), key=lambda error: error["type"] != "extra_forbidden")
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     model = _RuleFile if len(first["loc"]) > 1 else _RecipeFile
     keys = ", ".join(model.model_fields)

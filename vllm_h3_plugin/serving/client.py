@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ import httpx
 from vllm_h3_plugin.errors import ServerError, UsageError
 
 _POLL_S = 0.25
+
+# The host takes these names only; with an explicit size the name decides nothing, but t2va is refused without one
+# (vLLM-Omni 0.30.0 model_executor/models/minimax_h3/preprocessing.py:39).
+_ASPECT_RATIOS = {"21:9": 21 / 9, "16:9": 16 / 9, "4:3": 4 / 3, "1:1": 1.0, "3:4": 3 / 4, "9:16": 9 / 16}
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class VideoRequest:
         return {
             "prompt": self.prompt,
             "size": f"{self.width}x{self.height}",
-            "aspect_ratio": _ratio(self.width, self.height),
+            "aspect_ratio": nearest_ratio(self.width, self.height),
             "num_frames": str(self.frames),
             "num_inference_steps": str(self.steps),
             "seed": str(self.seed),
@@ -71,18 +76,21 @@ class Watch:
     steps: int | None
 
 
-def _ratio(width: int, height: int) -> str:
-    from math import gcd
+def nearest_ratio(width: int, height: int) -> str:
+    """The aspect ratio's name that is nearest to a size, by quotient."""
+    return min(_ASPECT_RATIOS, key=lambda name: abs(math.log(_ASPECT_RATIOS[name] * height / width)))
 
-    divisor = gcd(width, height)
-    return f"{width // divisor}:{height // divisor}"
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Headers that a server with an API key wants."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
 class VideoClient:
     """Talks to one server."""
 
-    def __init__(self, url: str, *, timeout_s: float = 30) -> None:
-        self._http = httpx.Client(base_url=url, timeout=timeout_s)
+    def __init__(self, url: str, *, timeout_s: float = 30, api_key: str | None = None) -> None:
+        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=authorization(api_key))
 
     def close(self) -> None:
         """Close the connections."""

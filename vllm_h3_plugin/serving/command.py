@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_h3_plugin.quantization.recipe import load_recipe
@@ -34,17 +34,20 @@ class ServerCommand:
     environment: Mapping[str, str]
     """Variables that are set on top of the caller's environment."""
     url: str
+    api_key: str | None = field(default=None, repr=False)
+    """What the server will ask of callers of ``/v1``, where it was given a key."""
 
     def __str__(self) -> str:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items()))
-        return f"{variables} {shlex.join(self.argv)}"
+        words = shlex.join(self.argv)
+        return f"{variables} {words.replace(self.api_key, '***') if self.api_key else words}"
 
 
 def server_command(
     profile: Profile,
     checkpoint: Path,
     *,
-    run_dir: Path,
+    run_dir: Path | None,
     environ: Mapping[str, str],
     extra: Sequence[str] = (),
 ) -> ServerCommand:
@@ -52,7 +55,7 @@ def server_command(
 
     Args:
         checkpoint: the partition folder to serve.
-        run_dir: folder for the state that the server's processes leave.
+        run_dir: folder for the state that the server's processes leave; None: they leave none.
         environ: the caller's environment; its ``VLLM_PLUGINS`` is extended, not replaced.
         extra: further arguments for ``vllm serve``, last.
 
@@ -79,12 +82,25 @@ def server_command(
     environment = {
         "VLLM_PLUGINS": ",".join([*plugins, *(name for name in PLUGINS if name not in plugins)]),
         "H3_RECIPE": profile.recipe,
-        "H3_RUN_DIR": str(run_dir),
         **{name: environ.get(name, value) for name, value in HOST_ENVIRONMENT.items()},
     }
+    if run_dir is not None:
+        environment["H3_RUN_DIR"] = str(run_dir)
     if profile.reference:
         environment["H3_REFERENCE"] = "1"
-    return ServerCommand((*argv, *extra), environment, f"http://{_reachable(profile.address)}:{profile.port}")
+    url = f"http://{_reachable(profile.address)}:{profile.port}"
+    return ServerCommand((*argv, *extra), environment, url, _api_key(extra, environ))
+
+
+def _api_key(extra: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """The key that the host will guard ``/v1`` with: its flag wins over its variable."""
+    words = list(extra)
+    for position, word in enumerate(words):
+        if word.startswith("--api-key="):
+            return word.partition("=")[2]
+        if word == "--api-key" and position + 1 < len(words):
+            return words[position + 1]
+    return environ.get("VLLM_API_KEY") or None
 
 
 def _reachable(address: str) -> str:

@@ -22,6 +22,7 @@ import httpx
 
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.errors import HostError, ServerError
+from vllm_h3_plugin.serving.client import authorization
 from vllm_h3_plugin.serving.command import ServerCommand
 
 PIPELINE = "vllm_h3_plugin.host.pipeline.MiniMaxH3Pipeline"
@@ -137,7 +138,8 @@ class Server:
             HostError: the server runs without this plugin, or with another version of it.
         """
         started = time.monotonic()
-        with httpx.Client(base_url=self.command.url, timeout=5) as http:
+        headers = authorization(self.command.api_key)
+        with httpx.Client(base_url=self.command.url, timeout=5, headers=headers) as http:
             while True:
                 waited = time.monotonic() - started
                 code = self._running().poll()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_h3_plugin.errors import RecipeError, SettingsError, UsageError
+from vllm_h3_plugin.serving.client import nearest_ratio
 from vllm_h3_plugin.serving.command import server_command
 from vllm_h3_plugin.serving.profile import Profile, load_profile, profile_names
 
@@ -95,3 +96,27 @@ def test_unknown_recipe_is_refused_before_anything_starts(tmp_path: Path) -> Non
 def test_a_wildcard_address_is_reached_on_loopback(tmp_path: Path) -> None:
     profile = Profile(description="x", address="0.0.0.0", port=8123)
     assert server_command(profile, Path("c"), run_dir=tmp_path, environ={}).url == "http://127.0.0.1:8123"
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "key"),
+    [
+        (["--api-key", "s3cret-a"], {}, "s3cret-a"),
+        (["--api-key=s3cret-b"], {"VLLM_API_KEY": "s3cret-c"}, "s3cret-b"),
+        ([], {"VLLM_API_KEY": "s3cret-c"}, "s3cret-c"),
+        ([], {}, None),
+    ],
+)
+def test_the_launcher_knows_the_key_that_guards_its_own_proof(
+    tmp_path: Path, extra: list[str], environ: dict[str, str], key: str | None
+) -> None:
+    command = server_command(Profile(description="x"), Path("c"), run_dir=tmp_path, environ=environ, extra=extra)
+    assert command.api_key == key
+    assert key is None or key not in str(command)
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [((768, 448), "16:9"), ((1344, 768), "16:9"), ((64, 64), "1:1"), ((448, 768), "9:16")]
+)
+def test_a_size_names_the_nearest_ratio_that_the_host_takes(size: tuple[int, int], name: str) -> None:
+    assert nearest_ratio(*size) == name

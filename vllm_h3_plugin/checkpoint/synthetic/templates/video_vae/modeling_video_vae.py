@@ -86,8 +86,8 @@ class _Model(nn.Module):
         y = height / 2 + 0.32 * size * math.sin(angle)
         top, left, side = int(y - radius) - 2, int(x - radius) - 2, int(2 * radius) + 5
         box = picture[..., max(top, 0) : top + side, max(left, 0) : left + side]
-        ys = torch.arange(box.shape[-2], device=box.device)[:, None] + max(top, 0) + 0.5 - y
-        xs = torch.arange(box.shape[-1], device=box.device)[None, :] + max(left, 0) + 0.5 - x
+        ys = torch.arange(box.shape[-2], device=box.device, dtype=torch.float32)[:, None] + (max(top, 0) + 0.5 - y)
+        xs = torch.arange(box.shape[-1], device=box.device, dtype=torch.float32)[None, :] + (max(left, 0) + 0.5 - x)
         inside = torch.sigmoid((radius - torch.sqrt(ys * ys + xs * xs)) * 2)
         box.lerp_(torch.full_like(box, 0.9), inside.to(box.dtype).expand_as(box))
 
