@@ -42,6 +42,8 @@ def inspect(
     inventory = take_inventory(checkpoint, task or ANY_TASK)
     if inventory.partitions:
         stdout().print(_table(inventory))
+        layouts = {part.layout for partition in inventory.partitions for part in partition.parts if part.layout}
+        stdout().print(f"DiT layout: {', '.join(sorted(layouts)) or 'unknown'}")
     notes = stderr()
     for number, fault in enumerate(inventory.faults, 1):
         notes.print(f"fault {number}: {fault.what}\n  why: {fault.why}\n  fix: {fault.fix}", markup=False)
@@ -58,25 +60,23 @@ def _table(inventory: Inventory) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("partition", "part", "layout"):
-        table.add_column(name)
+    for name in ("partition", "part"):
+        table.add_column(name, no_wrap=True)
     for name in ("files", "tensors"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("dtypes")
     for name in ("parameters", "GiB"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for partition in inventory.partitions:
         for part in partition.parts:
-            dtypes = ", ".join(f"{count} {dtype}" for dtype, count in sorted(part.dtypes.items()))
             table.add_row(
                 partition.name,
                 part.name,
-                part.layout or "",
                 str(len(part.files)),
                 str(len(part.tensors)),
-                dtypes,
-                f"{part.parameters:,}",
+                ", ".join(f"{count} {dtype}" for dtype, count in sorted(part.dtypes.items())),
+                f"{part.parameters / 1e6:,.2f} M",
                 f"{part.nbytes / 2**30:.3f}",
             )
-    table.add_row("total", "", "", "", "", "", f"{inventory.parameters:,}", f"{inventory.nbytes / 2**30:.3f}")
+    table.add_row("total", "", "", "", "", f"{inventory.parameters / 1e6:,.2f} M", f"{inventory.nbytes / 2**30:.3f}")
     return table
