@@ -22,6 +22,9 @@ ifeq ($(strip $(PYTHON)),)
 override PYTHON = $(error Python 3.11 or 3.12 is needed: install one, or name it with PYTHON=/path/to/python3.12)
 endif
 
+# Without compiled files every server start compiles the host again, some 20 s of processor time.
+unexport PYTHONDONTWRITEBYTECODE
+
 IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
