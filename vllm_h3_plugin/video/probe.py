@@ -106,6 +106,10 @@ def probe(path: Path) -> ClipFacts:
         )
 
 
+# Undecodable metadata is no fault of the picture. PyAV 19 no longer has the argument and always replaces.
+_TOLERANT: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+
+
 @contextmanager
 def open_clip(path: Path) -> Iterator[InputContainer]:
     """Open a file as MP4, and as nothing else: FFmpeg must not guess a playlist or a script from its content.
@@ -117,7 +121,7 @@ def open_clip(path: Path) -> Iterator[InputContainer]:
     """
     with path.open("rb") as file:
         try:
-            container = av.open(file, mode="r", format="mp4", metadata_errors="replace")
+            container = av.open(file, mode="r", format="mp4", **_TOLERANT)
         except av.FFmpegError as exc:
             raise fault(
                 "unreadable",
