@@ -57,8 +57,8 @@ test-quick:  ## The same without starting servers.
 	@"$(PYTHON)" -m tools.environment nvidia ascend
 	@$(IN_TEST)/python -m tools.testrun --quick $(ARGS)
 
-test-gpu: setup  ## Tests that need a CUDA device, on HOST.
-	@$(IN_HOST)/python -m pytest --accelerator gpu -m gpu $(ARGS)
+test-gpu: setup  ## Tests that need a CUDA device, on HOST; keeps their figures in docs/results/gpu.json.
+	@$(IN_HOST)/python -m tools.measure_gpu $(ARGS)
 
 lint:  ## ruff, ruff format, mypy, shellcheck.
 	@"$(PYTHON)" -m tools.environment nvidia

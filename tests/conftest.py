@@ -103,6 +103,7 @@ class Report:
         self.config = config
         self.counts: Counter[str] = Counter()
         self.could_not_run: list[dict[str, Any]] = []
+        self.figures: dict[str, Any] = {}
         self.started = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -112,6 +113,7 @@ class Report:
             self.counts["failed" if report.when == "call" else "errors"] += 1
         elif report.when == "call":
             self.counts["passed"] += 1
+            self.figures |= {str(name): value for name, value in report.user_properties}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
@@ -136,6 +138,7 @@ class Report:
             "seconds": round(time.monotonic() - self.started, 1),
             "counts": dict(self.counts),
             "could_not_run": self.could_not_run,
+            "figures": self.figures,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

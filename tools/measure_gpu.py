@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the GPU tests and keep what they measured in ``docs/results/gpu.json``: ``python -m tools.measure_gpu``."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tools.environment import ROOT
+from tools.results import Result, write_result
+
+RESULTS = ROOT / "docs" / "results"
+COLUMNS = {
+    "ready_s": "Ready, s",
+    "first_request_s": "First request, s",
+    "later_request_s": "Later request, s",
+    "loaded_mib": "GPU memory loaded, MiB",
+    "after_request_mib": "after requests, MiB",
+}
+
+
+def gpu() -> str:
+    """Name, memory and driver of the first GPU."""
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader", "--id=0"]
+    return "one " + subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def result_of(report: dict[str, Any], hardware: str, versions: dict[str, str]) -> Result:
+    """The measurement from a test report of the GPU tests."""
+    figures = report["figures"]
+    counts = report["counts"]
+    rows = [{"Server": name} | {COLUMNS[key]: found[key] for key in COLUMNS} for name, found in figures.items()]
+    ratios: dict[str, float | None] = {
+        f"{recipe}_{key}_over_stock": round(figures[f"plugin-{recipe}"][key] / figures[f"stock-{recipe}"][key], 3)
+        for recipe in ("fp8", "bf16")
+        for key in ("first_request_s", "later_request_s", "loaded_mib")
+    }
+    ratios |= {
+        "tests_passed": counts.get("passed", 0),
+        "tests_failed": counts.get("failed", 0) + counts.get("errors", 0),
+    }
+    return Result(
+        title="GPU tests, and the real server beside the stock host",
+        command="make test-gpu",
+        date=date.today().isoformat(),
+        hardware=hardware,
+        versions=versions,
+        rows=rows,
+        ratios=ratios,
+        notes="Synthetic checkpoint of the real widths with 4 of 50 blocks and 2 of 50 text layers; 768x448, 124 frames, "
+        "4 steps. Times are whole requests seen by the client, encoding included; memory is the whole GPU's. "
+        "The stock host's FP8 quantizes per tensor and AdaLN too; the plugin's keeps AdaLN in BF16.",
+    )
+
+
+def main() -> int:
+    """Run the tests; keep the figures only of a run in which nothing failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pytest", "--accelerator", "gpu", "-m", "gpu", "-q", "--report", str(report)]
+        code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
+        if code != 0:
+            return code
+        packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
+        versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
+        print(write_result(RESULTS, "gpu", result_of(json.loads(report.read_text(encoding="utf-8")), gpu(), versions)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
