@@ -31,19 +31,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[("fp8", False), ("fp8", True), ("bf16", False), ("bf16", True)],
-    ids=["plugin-fp8", "stock-fp8", "plugin-bf16", "stock-bf16"],
+    params=["plugin-fp8", "stock-fp8", "plugin-bf16", "stock-bf16"],
 )
 def running(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Server, dict]]:
-    recipe, stock = request.param
-    folder = tmp_path_factory.mktemp(request.node.callspec.id)
+    kind, _, recipe = request.param.partition("-")
+    stock = kind == "stock"
+    folder = tmp_path_factory.mktemp(request.param)
     profile = load_profile("h200").with_flags({"checkpoint": checkpoint, "port": free_port(), "recipe": recipe})
     command = server_command(profile, checkpoint, run_dir=folder, environ=os.environ)
     with Server(stock_command(command) if stock else command, log=folder / "server.log") as server:
         info = wait_stock(server) if stock else server.wait_ready(300)
-        yield request.node.callspec.id, server, info
+        yield request.param, server, info
 
 
 def _used_mib() -> int:
