@@ -105,6 +105,7 @@ def write_result(folder: Path, name: str, result: Result) -> Path:
     """Write one measurement, checked first; returns the file."""
     parse_result(f"{name}.json", asdict(result))
     path = folder / f"{name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(result), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
