@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as host_transformer
 from vllm_omni.diffusion.models.minimax_h3.denoise_loop import MiniMaxH3DenoiseBranch, minimax_h3_denoise_loop
 from vllm_omni.diffusion.models.minimax_h3.packed_sequence import (
@@ -77,7 +79,7 @@ def with_outlier_rows(config: DitConfig, weights: Weights, factor: float) -> Wei
     No activation that a quantized layer reads changes, so that nothing but the weight's own scale is put to the test.
     With a power of two as ``factor`` both sides agree bit for bit in BF16 too, as nothing but exponents changes.
     """
-    assert factor == 2 ** round(torch.tensor(factor).log2().item())
+    assert math.frexp(factor)[0] == 0.5, "a power of two"
     hidden = config.hidden_size
     result = {name: tensor.clone() for name, tensor in weights.items()}
     rows = torch.arange(5, hidden, 64)
@@ -144,6 +146,10 @@ def host_dit(
 @contextmanager
 def host_in_fp32(dit: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Widen a BF16 host DiT to FP32 and let the host compute in it: its code names BF16 in one module constant."""
+    for module in dit.modules():
+        if isinstance(module, Attention):
+            # 0.28 sends FP32 to a second SDPA that cannot run on an out-of-tree platform; the first can, in any dtype.
+            module.sdpa_fallback = module.attention
     served = host_transformer._BF16_DTYPE
     host_transformer._BF16_DTYPE = torch.float32
     try:
@@ -288,3 +294,9 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 def cosine(got: torch.Tensor, want: torch.Tensor) -> float:
     """Cosine of the angle between two tensors taken as vectors."""
     return torch.nn.functional.cosine_similarity(got.double().flatten(), want.double().flatten(), dim=0).item()
+
+
+def root_mean_square(values: Iterable[float]) -> float:
+    """Mean of relative errors over runs."""
+    squares = [value * value for value in values]
+    return math.sqrt(sum(squares) / len(squares))
