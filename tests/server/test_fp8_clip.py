@@ -54,9 +54,7 @@ def test_info_tells_plugin_recipe_backend_and_layers(fp8: Running) -> None:
     assert worker["layers"]["text_encoder"]["fp8_channel"] == 4
 
 
-def test_progress_passes_through_the_phases_and_counts_steps(
-    fp8: Running, tmp_path: Path, host_pin: HostPin
-) -> None:
+def test_progress_passes_through_the_phases_and_counts_steps(fp8: Running, tmp_path: Path, host_pin: HostPin) -> None:
     looks: list[Watch] = []
     big = request(size=192, frames=192, steps=12)
     fp8.client.make(big, tmp_path / "long.mp4", looks.append)
