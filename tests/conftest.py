@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,20 @@ def host_name() -> str | None:
 def host_pin() -> HostPin:
     """The host that this environment holds."""
     return installed_host()
+
+
+@pytest.fixture(autouse=True)
+def _single_precision_by_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Contract tests are one rank with BF16 as torch's default dtype until the session ends; others must not see it."""
+    torch = sys.modules.get("torch")
+    folder = request.path.relative_to(TESTS).parts[0] if request.path.is_relative_to(TESTS) else ""
+    if torch is None or folder not in {"unit", "kit"}:
+        yield
+        return
+    outside = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(outside)
 
 
 _EXPECTED_SKIPS = pytest.StashKey[set[str]]()

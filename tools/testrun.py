@@ -73,6 +73,21 @@ def run_pytest(host: str, expression: str, extra: Sequence[str]) -> Stage:
     return Stage(host, code, seconds, found["counts"], tuple(found["could_not_run"]))
 
 
+def _named(skips: Iterable[tuple[str, str]]) -> list[str]:
+    """One line a test: cases of a parametrized one are counted, hosts are joined. ``skips`` are (stage, test)."""
+    stages: dict[str, list[str]] = {}
+    cases: dict[str, set[str]] = {}
+    for stage, test in skips:
+        name, _, case = test.partition("[")
+        cases.setdefault(name, set()).add(case)
+        if stage not in stages.setdefault(name, []):
+            stages[name].append(stage)
+    return [
+        f"{name} {f'({len(cases[name])} cases) ' if len(cases[name]) > 1 else ''}on {', '.join(stages[name])}"
+        for name in stages
+    ]
+
+
 def summary_lines(stages: Iterable[Stage]) -> list[str]:
     """The closing summary: a line a stage, then every test that could not run under its reason, then the totals."""
     stages = list(stages)
@@ -81,19 +96,18 @@ def summary_lines(stages: Iterable[Stage]) -> list[str]:
         counts = ", ".join(f"{number} {name}" for name, number in sorted(stage.counts.items()))
         state = "ok" if stage.ok else "FAILED"
         lines.append(f"  {stage.name:8} {state:6} {stage.seconds:6.0f} s  {counts}".rstrip())
-    reasons: dict[tuple[bool, str], list[str]] = {}
+    reasons: dict[tuple[bool, str], list[tuple[str, str]]] = {}
     for stage in stages:
         for skip in stage.could_not_run:
-            reasons.setdefault((skip["expected"], skip["reason"]), []).append(f"{stage.name}: {skip['test']}")
-    for (expected, reason), tests in sorted(reasons.items()):
+            reasons.setdefault((skip["expected"], skip["reason"]), []).append((stage.name, skip["test"]))
+    for (expected, reason), skips in sorted(reasons.items()):
         lines.append(f"{'Could not run' if expected else 'SKIPPED WITHOUT LEAVE'} ({reason}):")
-        lines.extend(f"  {test}" for test in tests)
+        lines.extend(f"  {name}" for name in _named(skips))
     total = {
         name: sum(stage.counts.get(name, 0) for stage in stages) for name in ("passed", "failed", "errors", "skipped")
     }
-    lines.append(
-        f"tests: {total['passed']} passed, {total['failed'] + total['errors']} failed, {total['skipped']} skipped"
-    )
+    failed = total["failed"] + total["errors"]
+    lines.append(f"tests: {total['passed']} passed, {failed} failed, {total['skipped']} skipped")
     return lines
 
 

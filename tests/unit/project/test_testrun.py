@@ -28,9 +28,17 @@ def test_the_summary_names_each_test_that_could_not_run_and_ends_with_totals() -
     ]
     lines = summary_lines(stages)
     assert "Could not run (needs a CUDA device):" in lines
-    assert "  nvidia: tests/gpu/test_a.py::test_b" in lines
+    assert "  tests/gpu/test_a.py::test_b on nvidia" in lines
     assert lines[-1] == "tests: 14 passed, 2 failed, 1 skipped"
     assert any(line.split()[:2] == ["ascend", "FAILED"] for line in lines)
+
+
+def test_cases_are_counted_and_hosts_joined_so_that_the_list_can_be_read() -> None:
+    skips = tuple(GATED | {"test": f"tests/gpu/test_a.py::test_b[{case}]"} for case in ("x", "y-[1]", "z"))
+    lines = summary_lines([Stage(name, 0, 1.0, {"skipped": 3}, skips) for name in ("nvidia", "ascend")])
+    assert [line for line in lines if "test_a.py" in line] == [
+        "  tests/gpu/test_a.py::test_b (3 cases) on nvidia, ascend"
+    ]
 
 
 def test_a_skip_that_no_gate_made_fails_its_stage() -> None:
