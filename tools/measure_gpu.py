@@ -51,8 +51,8 @@ def result_of(report: dict[str, Any], hardware: str, versions: dict[str, str]) -
         rows=rows,
         ratios=ratios,
         notes="Synthetic checkpoint of the real widths with 4 of 50 blocks and 2 of 50 text layers; 768x448, "
-        "124 frames, 4 steps. Times are whole requests seen by the client, encoding included; memory is that of the whole "
-        "GPU. The stock host quantizes per tensor and AdaLN too; the plugin keeps AdaLN in BF16.",
+        "124 frames, 4 steps. Times are whole requests seen by the client, encoding included; memory is that of the "
+        "whole GPU. The stock host quantizes per tensor and AdaLN too; the plugin keeps AdaLN in BF16.",
     )
 
 
