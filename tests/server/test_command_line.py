@@ -88,7 +88,7 @@ def test_demo_makes_two_verified_clips(tmp_path: Path, record_property: Callable
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     assert [clip["name"] for clip in answer["clips"]] == ["t2va", "fl2va"]
     for clip in answer["clips"]:
-        verify(Path(clip["path"]), Expectation(width=128, height=128, frames=96)).raise_if_failed()
+        verify(Path(clip["path"]), Expectation(width=256, height=256, frames=96)).raise_if_failed()
         assert Path(clip["sheet"]).read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.rglob("*.part"))
     record_property("demo", {"demo_s": answer["demo_s"], "ready_s": answer["ready_s"]})

@@ -32,7 +32,7 @@ def test_prompt_becomes_a_verified_clip_with_sound(fp8: Running, tmp_path: Path)
 
 def test_first_frame_becomes_a_verified_clip(fp8: Running, tmp_path: Path, pictures: tuple[Path, Path]) -> None:
     clip = fp8.make(request(pictures[0]), tmp_path / "fl2va.mp4")
-    verify(clip, Expectation(width=64, height=64, frames=96)).raise_if_failed()
+    verify(clip, Expectation(width=256, height=256, frames=96)).raise_if_failed()
 
 
 def test_same_seed_gives_the_same_bytes_and_another_seed_does_not(fp8: Running, tmp_path: Path) -> None:

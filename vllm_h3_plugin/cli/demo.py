@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from vllm_h3_plugin.serving.profile import Profile
 
 _STEPS = 8
-_SIZE = 128
+# The smallest size that both hosts take a first frame at: 0.28 holds the fitted frame to 256 pixels a side.
+_SIZE = 256
 _FRAMES = 96
 
 
@@ -43,7 +44,7 @@ def demo(
     ),
     profile: str = typer.Option("reference", help="Launch profile. `reference` runs on any CPU."),
     recipe: str | None = typer.Option(None, help="Precision recipe. [default: the profile's]"),
-    size: int = typer.Option(_SIZE, min=32, help="Width and height in pixels, a multiple of 32."),
+    size: int = typer.Option(_SIZE, min=_SIZE, help="Width and height in pixels, a multiple of 32."),
     frames: int = typer.Option(_FRAMES, min=96, max=360, help="Frames at 24 fps; snapped up to 17 n + 5."),
     steps: int = typer.Option(_STEPS, min=1, max=200, help="Denoise steps."),
     seed: int = typer.Option(1, help="Seed of both requests."),
@@ -203,8 +204,5 @@ def _first_frame(clip: Path, out: Path) -> Path:
     from vllm_h3_plugin.video.decode import decoded_frames
 
     frame = next(frame for frame in decoded_frames(clip) if isinstance(frame, VideoFrame))
-    image = frame.to_image()
-    # The host takes reference images of 256 to 5760 pixels a side (encoder_processing.py).
-    scale = -(-256 // min(image.size))
-    image.resize((image.width * scale, image.height * scale)).save(out)
+    frame.to_image().save(out)
     return out

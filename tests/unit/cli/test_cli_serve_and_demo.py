@@ -129,8 +129,8 @@ def test_demo_without_ffmpeg_makes_nothing(
 
 
 def test_demo_refuses_a_size_that_h3_cannot_make(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("demo", "--size", "100", "--out", str(tmp_path / "out")) == 2
-    assert "96" in capsys.readouterr().err
+    assert run("demo", "--size", "300", "--out", str(tmp_path / "out")) == 2
+    assert "288" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
