@@ -59,7 +59,9 @@ class Servers:
         assert profile.checkpoint is not None
         command = server_command(profile, profile.checkpoint, run_dir=run_dir, environ=os.environ)
         server = Server(stock_command(command) if stock else command, log=self._folder / f"server{self._count}.log")
-        self._stack.enter_context(server)
+        # The host's `mp` server needs 20 s to end by itself; nothing here waits for its last words.
+        self._stack.callback(server.stop, 3)
+        server.start()
         return server
 
     def ready(self, server: Server, *, stock: bool = False) -> Running:
@@ -96,6 +98,13 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Starts servers; all are gone when the module is done."""
     with ExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("servers"), stack)
+
+
+@pytest.fixture(scope="session")
+def fp8(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Iterator[Running]:
+    """The default path, FP8 in one process: one server for every module that only asks it for clips."""
+    with ExitStack() as stack:
+        yield Servers(tmp_path_factory.mktemp("fp8"), stack).start(fl2va, recipe="fp8")
 
 
 @pytest.fixture(scope="session")

@@ -8,18 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import Running, Servers, request
+from tests.server.conftest import Running, request
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.pins import HostPin
 from vllm_h3_plugin.serving.client import VideoRequest, Watch
 from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
-
-
-@pytest.fixture(scope="module")
-def fp8(servers: Servers, fl2va: Path) -> Running:
-    return servers.start(fl2va, recipe="fp8")
 
 
 def test_prompt_becomes_a_verified_clip_with_sound(fp8: Running, tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ class Server:
         if self._process is None:
             return
         if self._process.poll() is None:
-            self.signal(signal.SIGTERM)
+            # The server alone: workers that are told at the same time leave it waiting for their answers.
+            self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         # Workers are in the same session; none may outlive the server.
