@@ -37,6 +37,28 @@ def evaluations(num_steps: int) -> int:
     return num_steps if installed_host().vllm_omni != "0.28.0" else max(1, num_steps - 1)
 
 
+def refuse_what_the_loader_skips(pipeline: Any) -> None:
+    """Stop where the host was asked for something that happens inside its own ``load_weights``.
+
+    Raises:
+        UsageError: a FastH3 adapter, which the host fuses into the stream of weights, or an AdaLN sidecar, which it
+            binds to them.
+    """
+    if getattr(pipeline, "_fasth3", None) is not None:
+        raise UsageError(
+            "a FastH3 adapter was given with --lora-path",
+            why="this version of the plugin does not fuse adapters into weights while it loads them",
+            fix="Serve without the adapter, or use the Turbo LoRA, which stays beside the weights.",
+        )
+    for name in pipeline._dit_modules:
+        if getattr(getattr(pipeline, name), "_adaln_sidecar_candidate", None) is not None:
+            raise UsageError(
+                "an AdaLN sidecar was given in the host's cache config",
+                why="this plugin's loader does not bind the host's precomputed AdaLN to the weights",
+                fix="Leave minimax_h3_adaln_cache_path and minimax_h3_ref_adaln_cache_path out.",
+            )
+
+
 class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
@@ -47,7 +69,7 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         session = open_session(od_config)
         # The host's override hook cannot see which model it builds for, so the config is replaced here, before the
-        # layers ask for it. None keeps what the host does for unquantized models (its AdaLN sidecar, for one).
+        # layers ask for it. None is what the host has for an unquantized model.
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
         super().__init__(od_config=od_config, prefix=prefix)
@@ -55,12 +77,7 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
         self._progress = Progress()
         for name in self._dit_modules:
             self._progress.watch(getattr(self, name))
-        if getattr(self, "_fasth3", None) is not None:
-            raise UsageError(
-                "a FastH3 adapter was given with --lora-path",
-                why="this version of the plugin does not fuse adapters into weights while it quantizes them",
-                fix="Serve without the adapter, or use the Turbo LoRA, which stays beside the weights.",
-            )
+        refuse_what_the_loader_skips(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill all parts from the inventory's files; the host's own (memory-mapped, lazy) iterator is left untouched.
