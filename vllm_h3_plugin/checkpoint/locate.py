@@ -7,6 +7,8 @@ The host finds partitions by their folder names, ``FL2VA`` and ``Ref2VA``, below
 
 from __future__ import annotations
 
+import os
+import shlex
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -95,6 +97,13 @@ def _is_h3(path: Path, index: dict[str, Any], log: FaultLog) -> bool:
     return False
 
 
+def _rename_advice(path: Path, name: str) -> str:
+    target = path.parent / name
+    if target.exists():
+        return f"Give it the name {name} in another folder: {target} is taken."
+    return f"Rename it: mv {shlex.quote(str(path))} {shlex.quote(str(target))}"
+
+
 def _as_partition(path: Path, index: dict[str, Any], task: str | None, log: FaultLog) -> tuple[Located, ...]:
     name = _partition_name(index)
     assert name is not None
@@ -103,7 +112,7 @@ def _as_partition(path: Path, index: dict[str, Any], task: str | None, log: Faul
             "folder_name",
             path,
             why=f"the host finds this partition only in a folder that is called {FOLDERS[name]}",
-            fix=f"Rename it: mv {path} {path.absolute().parent / FOLDERS[name]}",
+            fix=_rename_advice(Path(os.path.abspath(path)), FOLDERS[name]),
         )
     wanted = TASKS.get(task or ANY_TASK, (name,))
     if wanted != (name,):

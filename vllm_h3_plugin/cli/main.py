@@ -71,6 +71,19 @@ def verb_app(name: str) -> typer.Typer:
     return app
 
 
+def _emit(exc: H3Error) -> None:
+    from vllm_h3_plugin.cli.console import emit_json
+
+    emit_json(False, error=exc.as_dict())
+
+
+def _fail(exc: H3Error, args: list[str]) -> NoReturn:
+    if "--json" in args:
+        _emit(exc)
+    print(exc.report(), file=sys.stderr)
+    sys.exit(exc.exit_code)
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console script. Exits with the code of the error tree; never with 0 after a failure."""
     args = sys.argv[1:] if argv is None else argv
@@ -80,8 +93,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
         else:
             overview()(args=args, prog_name="vllm-h3")
     except H3Error as exc:
-        from vllm_h3_plugin.cli.console import report_error
-
-        report_error(exc, as_json="--json" in args)
-        sys.exit(exc.exit_code)
+        _fail(exc, args)
+    except OSError as exc:
+        # What a verb did not foresee: a folder that may not be read, a full or read-only disk.
+        what = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
+        _fail(H3Error(what, why="the system refused it", fix="Check the path, its rights and the free space."), args)
+    except SystemExit as exc:
+        if exc.code == 2 and "--json" in args:
+            _emit(H3Error("the arguments are wrong", why="stderr has the reason", fix="See --help."))
+        raise
     sys.exit(0)

@@ -29,7 +29,7 @@ def serve(
     recipe: str | None = typer.Option(None, help="Precision recipe: a name from quant/ or a path to a JSON file."),
     address: str | None = typer.Option(None, help="Address to listen on. [default: the profile's, 127.0.0.1]"),
     port: int | None = typer.Option(None, min=1, max=65535, help="TCP port. [default: the profile's, 8000]"),
-    task: str | None = typer.Option(None, help="auto, t2va, fl2va or ref2va. [default: auto]"),
+    task: str | None = typer.Option(None, help="auto, t2va, fl2va, ref2va or combined. [default: auto]"),
     executor: str | None = typer.Option(None, help="auto, uni (one process) or mp (one a device). [default: auto]"),
     attention: str | None = typer.Option(None, help="Attention backend by name. [default: the platform's choice]"),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the command, start nothing."),
@@ -70,7 +70,7 @@ def serve(
         console.print(str(command), markup=False)
         if dry_run:
             if as_json:
-                emit_json(True, argv=command.argv, environment=command.environment, url=command.url)
+                emit_json(True, argv=command.printable, environment=command.environment, url=command.url)
             return
         server = Server(command)
         _stop_on_signals(server)
@@ -96,7 +96,7 @@ def _profile(target: str, flags: dict[str, object]) -> Profile:
     values = settings.load()
     if target not in profile_names() and Path(target).is_dir():
         name = "reference" if values.reference else "spark"
-        stderr().print(f"no profile named: {name}", markup=False)
+        stderr().print(f"profile: {name} (none was named)", markup=False)
         profile = load_profile(name).model_copy(update={"checkpoint": Path(target)})
     else:
         profile = load_profile(target)
@@ -130,11 +130,13 @@ def check_before_start(profile: Profile) -> Path:
             why="the profile has none",
             fix="Give its folder: `vllm-h3 serve PROFILE --checkpoint CKPT/FL2VA`.",
         )
-    inventory = take_inventory(profile.checkpoint, None if profile.task == "auto" else profile.task).require_clean()
+    # Absolute: the host finds a partition by its folder's name, which "." does not have.
+    checkpoint = Path(os.path.abspath(profile.checkpoint))
+    inventory = take_inventory(checkpoint, None if profile.task == "auto" else profile.task).require_clean()
     for partition in inventory.partitions:
         assert partition.dit is not None and partition.text is not None  # the inventory is clean
         plan(load_recipe(profile.recipe), linear_layers(partition.dit, partition.text))
-    return profile.checkpoint
+    return checkpoint
 
 
 def _stop_on_signals(server: object) -> None:

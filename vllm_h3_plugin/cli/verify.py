@@ -179,7 +179,6 @@ def _print(verdict: Verdict) -> None:
 
 
 def _print_error(error: H3Error) -> None:
-    from vllm_h3_plugin.cli.console import report_error
 
     sys.stdout.flush()
-    report_error(error, as_json=False)
+    print(error.report(), file=sys.stderr)

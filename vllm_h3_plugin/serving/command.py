@@ -39,8 +39,13 @@ class ServerCommand:
 
     def __str__(self) -> str:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items()))
-        words = shlex.join(self.argv)
-        return f"{variables} {words.replace(self.api_key, '***') if self.api_key else words}"
+        return f"{variables} {shlex.join(self.printable)}"
+
+    @property
+    def printable(self) -> list[str]:
+        """The arguments with the key hidden."""
+        hidden = {self.api_key: "***", f"--api-key={self.api_key}": "--api-key=***"} if self.api_key else {}
+        return [hidden.get(word, word) for word in self.argv]
 
 
 def server_command(

@@ -26,7 +26,9 @@ class Profile(BaseModel):
     reference: bool = Field(default=False, description="Run on the CPU reference platform.")
     address: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8000, ge=1, le=65535, description="TCP port.")
-    task: Literal["auto", "t2va", "fl2va", "ref2va"] = Field(default="auto", description="Host's --task-type.")
+    task: Literal["auto", "t2va", "fl2va", "ref2va", "combined"] = Field(
+        default="auto", description="Host's --task-type."
+    )
     executor: Literal["auto", "uni", "mp"] = Field(
         default="auto", description="uni: API, engine and worker in one process; mp: one worker process a device."
     )

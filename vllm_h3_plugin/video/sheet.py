@@ -80,6 +80,8 @@ def check_output(out: Path, *, force: bool) -> None:
         raise UsageError(f"{out}: there is no folder {out.parent}", fix="Make it first.")
     if out.is_dir():
         raise UsageError(f"{out} is a folder", fix="Name the PNG file in it.")
+    if out.suffix.lower() != ".png":
+        raise UsageError(f"{out} is no name of a PNG file", why="the sheet is one", fix=f"Name it {out.stem}.png.")
     if out.exists() and not force:
         raise UsageError(
             f"{out} already exists", why="nothing is overwritten unasked", fix="Choose another name, or pass --force."

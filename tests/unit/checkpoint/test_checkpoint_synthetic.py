@@ -191,7 +191,7 @@ def test_folder_with_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     with pytest.raises(UsageError) as caught:
         write_checkpoint(tmp_path, SMALL)
-    assert str(tmp_path) in caught.value.what and "rm -r" in caught.value.fix
+    assert str(tmp_path) in caught.value.what and "is empty" in caught.value.fix
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -301,3 +301,19 @@ def test_sizes() -> None:
 def test_true_width_is_the_real_model_with_fewer_layers() -> None:
     real = tiny_dit(layers=50, refiner_layers=2, hidden=5376, heads=56, head_dim=128, ffn=14336)
     assert real == DitConfig()
+
+
+def test_an_empty_folder_of_the_callers_is_filled_and_not_replaced(tmp_path: Path) -> None:
+    root = tmp_path / "mine"
+    root.mkdir(mode=0o775)
+    before = root.stat().st_ino
+    write_checkpoint(root, SynthSpec())
+    assert root.stat().st_ino == before
+    assert (root / "FL2VA" / "model_index.json").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="link to nothing"):
+        write_checkpoint(tmp_path / "link", SynthSpec())

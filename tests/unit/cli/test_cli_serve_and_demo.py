@@ -45,8 +45,38 @@ def test_dry_run_checks_and_prints_the_command_and_starts_nothing(
 
 
 def test_arguments_after_two_dashes_reach_the_host(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("serve", "reference", "-c", str(checkpoint), "--dry-run", "--json", "--", "--api-key", "k") == 0
-    assert json.loads(capsys.readouterr().out)["argv"][-2:] == ["--api-key", "k"]
+    rest = ("--api-key", "s3cret", "--max-num-seqs", "1")
+    assert run("serve", "reference", "-c", str(checkpoint), "--dry-run", "--json", "--", *rest) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["argv"][-4:] == ["--api-key", "***", "--max-num-seqs", "1"]
+    assert "s3cret" not in out + err
+
+
+def test_a_folder_is_served_by_its_absolute_path(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host finds a partition by its folder's name, and `.` has none."""
+    monkeypatch.chdir(checkpoint)
+    assert run("serve", "reference", "-c", ".", "--dry-run", "--json") == 0
+    assert str(checkpoint) in json.loads(capsys.readouterr().out)["argv"]
+
+
+def test_wrong_arguments_end_with_one_json_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", "--json", "--no-such-flag") == 2
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_a_refusal_of_the_system_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "/models")
+
+    monkeypatch.setattr("vllm_h3_plugin.checkpoint.inventory.take_inventory", refuse)
+    assert run("inspect", str(tmp_path), "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["error"]["what"] == "/models: Permission denied"
+    assert "fix:" in err
 
 
 def test_a_checkpoint_folder_alone_is_enough(

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from vllm_h3_plugin.errors import ClipError, UsageError
-from vllm_h3_plugin.video.sheet import write_sheet
+from vllm_h3_plugin.video.sheet import check_output, write_sheet
 
 WAVE_INK = (0x66, 0xCC, 0xFF)
 
@@ -92,3 +92,8 @@ def test_a_clip_without_one_good_frame_is_refused(good: Path, damage, tmp_path: 
 def test_outputs_that_cannot_be_are_refused(good_clip: Path, tmp_path: Path, out: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         write_sheet(good_clip, tmp_path / out, frames=0)
+
+
+def test_a_sheet_never_takes_the_clips_place(good: Path) -> None:
+    with pytest.raises(UsageError, match="no name of a PNG"):
+        check_output(good, force=True)

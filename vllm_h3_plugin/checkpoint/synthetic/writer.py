@@ -57,13 +57,15 @@ def planned_bytes(spec: SynthSpec) -> int:
 
 
 def _check_target(root: Path, needed: int) -> None:
+    if root.is_symlink() and not root.exists():
+        raise UsageError(f"{root} is a link to nothing", fix="Name a folder, or make the one that the link names.")
     if root.exists() and not root.is_dir():
         raise UsageError(f"{root} is a file", why="a folder is to be written there", fix="Name a folder.")
     if root.is_dir() and any(root.iterdir()):
         raise UsageError(
             f"{root} is not empty",
             why="nothing is overwritten",
-            fix=f"Name a folder that does not exist, or remove this one: rm -r {root}",
+            fix="Name a folder that does not exist or is empty.",
             path=str(root),
         )
     parent = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
@@ -92,7 +94,13 @@ def _whole_or_nothing(root: Path) -> Iterator[Path]:
     try:
         yield part
         (part / _MARKER).unlink()
-        part.rename(root)
+        if root.is_dir():
+            # The caller's own empty folder stays: its owner, its mode, a mount, a shell that stands in it.
+            for child in part.iterdir():
+                shutil.move(child, root / child.name)
+            part.rmdir()
+        else:
+            part.rename(root)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
