@@ -71,6 +71,13 @@ def verb_app(name: str) -> typer.Typer:
     return app
 
 
+def _check_settings() -> None:
+    """A misspelt ``H3_*`` variable stops every verb, not only those that would have read it."""
+    from vllm_h3_plugin.settings import check_names
+
+    check_names()
+
+
 def _emit(exc: H3Error) -> None:
     from vllm_h3_plugin.cli.console import emit_json
 
@@ -89,6 +96,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     args = sys.argv[1:] if argv is None else argv
     try:
         if args and args[0] in VERBS:
+            if "--help" not in args:
+                _check_settings()
             verb_app(args[0])(args=args[1:], prog_name=f"vllm-h3 {args[0]}")
         else:
             overview()(args=args, prog_name="vllm-h3")

@@ -61,6 +61,15 @@ def test_a_folder_is_served_by_its_absolute_path(
     assert str(checkpoint) in json.loads(capsys.readouterr().out)["argv"]
 
 
+@pytest.mark.parametrize("verb", ["inspect", "recipe", "synth", "verify", "doctor"])
+def test_a_misspelt_variable_stops_every_verb(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H3_REFRENCE", "1")
+    assert run(verb, "--json") == 2
+    assert "H3_REFERENCE" in capsys.readouterr().err
+
+
 def test_wrong_arguments_end_with_one_json_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", "--json", "--no-such-flag") == 2
     assert json.loads(capsys.readouterr().out)["ok"] is False
