@@ -78,7 +78,7 @@ def test_no_file_leaks_where_or_how_it_was_made() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "open('/root/dev/x')",
+        "open('/root/somewhere/x')",
         "cd /home/alice/repo",
         "https://files.pythonhosted.org/p",
         "http://192.168.1.7",
