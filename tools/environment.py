@@ -126,7 +126,7 @@ def main(names: Sequence[str]) -> int:
             else:
                 ensure_host(pins.host(name))
     except H3Error as exc:
-        print(f"error: {exc.what}\n  why: {exc.why}\n  fix: {exc.fix}", file=sys.stderr)
+        print(exc.report(), file=sys.stderr)
         return exc.exit_code
     return 0
 

@@ -21,3 +21,14 @@ def device() -> Iterator[torch.device]:
     register()
     with single_rank() as device:
         yield device
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from a second thread, and wait for it on a busy machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ pad rows. Both get the same weights and inputs, for each task, with two to four 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,19 +42,12 @@ from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
 
 CONFIG = tiny_dit(layers=3, refiner_layers=2, hidden=128, heads=4, head_dim=32, ffn=256)
 T_VIDEO, T_AUDIO = 0.3, 0.6
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FP32_TOLERANCE = 1e-5
 BF16_TOLERANCE = 0.015
 # What any of the faults below costs at least; a network that computes something else entirely is near sqrt(2).
 FAULT = 0.2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ recipes compared there differ in nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -43,6 +42,8 @@ from tests.contract.dit_inputs import (
 from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
 from vllm_h3_plugin.quantization import fp8
 from vllm_h3_plugin.quantization.recipe import Recipe, load_recipe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG = tiny_dit(layers=3, refiner_layers=1, hidden=128, heads=4, head_dim=32, ffn=256)
 SEEDS = range(4)
@@ -77,15 +78,6 @@ class Subject:
         """Whether latents are as close to BF16 as FP8's should be."""
         cosines = [cosine(a, b) for a, b in zip(got, self.plain("bf16"), strict=True)]
         return max(self.errors(got)) < CEILING and min(cosines) > COSINE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small gain nothing from a second thread, and wait for it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

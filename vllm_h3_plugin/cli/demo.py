@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,13 +60,14 @@ def demo(
     vllm-h3 demo --recipe bf16 --frames 124
     """
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
+    from vllm_h3_plugin.cli.serve import stop_on_sigterm
     from vllm_h3_plugin.video.tools import find_ffmpeg
 
     started = time.monotonic()
     if size % 32:
         raise UsageError(f"--size {size}", why="H3 makes sides that are multiples of 32", fix=f"Use {size // 32 * 32}.")
     find_ffmpeg()
-    signal.signal(signal.SIGTERM, _interrupt)
+    stop_on_sigterm()
     console = stderr()
     folder = _new_folder(out)
     console.print(f"demo in {folder}", markup=False)
@@ -89,10 +89,6 @@ def demo(
             ready_s=round(ready_s, 2),
             demo_s=round(total, 2),
         )
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _new_folder(out: Path) -> Path:

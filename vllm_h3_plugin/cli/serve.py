@@ -73,7 +73,7 @@ def serve(
                 emit_json(True, argv=command.printable, environment=command.environment, url=command.url)
             return
         server = Server(command)
-        _stop_on_signals(server)
+        stop_on_sigterm()
         with server:
             info = server.wait_ready(profile.ready_timeout_s)
             worker = info["workers"][0]
@@ -139,7 +139,7 @@ def check_before_start(profile: Profile) -> Path:
     return checkpoint
 
 
-def _stop_on_signals(server: object) -> None:
+def stop_on_sigterm() -> None:
     """Pass SIGTERM on as a clean stop (a container's stop), like Ctrl-C."""
 
     def interrupt(number: int, frame: object) -> None:
