@@ -7,7 +7,8 @@
     |-- UsageError             exit 2   HTTP 400   a flag, a field or a file name that cannot be right
     |   `-- SettingsError      exit 2   HTTP 500   an H3_* variable or a launch profile
     |-- CheckpointError        exit 3   HTTP 500   files on disk
-    |   `-- LoadError          exit 3   HTTP 500   tensors that do not fill the model exactly once
+    |   |-- LoadError          exit 3   HTTP 500   tensors that do not fill the model exactly once
+    |   `-- SnapshotError      exit 3   HTTP 500   a quantized snapshot or an AdaLN table of this project's own
     |-- RecipeError            exit 4   HTTP 500   precision recipes
     |-- HostError              exit 5   HTTP 500   vLLM / vLLM-Omni version, plugin registration
     |-- BackendError           exit 6   HTTP 500   a kernel that was asked for and cannot run
@@ -95,6 +96,10 @@ class CheckpointError(H3Error):
 
 class LoadError(CheckpointError):
     """The tensors that were read do not fill the model's parameters exactly once."""
+
+
+class SnapshotError(CheckpointError):
+    """A quantized snapshot or an AdaLN table in the cache folder cannot be used or written."""
 
 
 class RecipeError(H3Error):

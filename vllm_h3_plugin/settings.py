@@ -11,6 +11,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -62,6 +63,44 @@ class Settings(BaseModel):
         default=None,
         description="The ffmpeg program. Unset: the one on PATH, else the one that imageio-ffmpeg carries.",
     )
+    cache_dir: Path = Field(
+        default=Path("~/.cache/vllm-h3"),
+        description="Folder of this project's own files: quantized snapshots and AdaLN tables. Nothing else is written "
+        "there, and everything in it can be made again.",
+    )
+    snapshot: Literal["auto", "require", "off"] = Field(
+        default="auto",
+        description="Quantized snapshot. `auto`: load it if it fits, else load the checkpoint and write one. `require`: "
+        "refuse to start without one that fits. `off`: neither read nor write.",
+    )
+    verify_checksums: Path | None = Field(
+        default=None,
+        description="File that `vllm-h3 checksums` wrote. Every shard is held against its SHA-256 while it is read.",
+    )
+    read_threads: int = Field(default=8, ge=1, le=64, description="Threads that read weights from disk.")
+    read_buffer_mib: int = Field(
+        default=1024, ge=64, description="MiB of buffers (page-locked on CUDA) that weights are read into."
+    )
+    adaln_device_gib: float = Field(
+        default=1.5,
+        gt=0,
+        description="GiB of AdaLN tables kept on the device. The table in use is kept even if it is larger.",
+    )
+    adaln_disk_gib: float = Field(
+        default=20.0, ge=0, description="GiB of AdaLN tables kept in the cache folder; the least recently used go first."
+    )
+    memory_guard: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Refuse and cancel requests before the machine runs out of memory. `auto`: on where CPU and device "
+        "share memory.",
+    )
+    memory_floor_gib: float = Field(
+        default=6.0, ge=0, description="GiB of MemAvailable that must remain at a request's predicted peak; else 503."
+    )
+    memory_hard_floor_gib: float = Field(
+        default=3.0, ge=0, description="GiB of MemAvailable under which a running request is cancelled."
+    )
+    memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
 
 
 def known_variables() -> dict[str, str]:

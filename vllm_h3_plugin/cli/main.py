@@ -17,10 +17,14 @@ from vllm_h3_plugin.errors import H3Error
 VERBS: dict[str, tuple[str, str]] = {
     "synth": ("vllm_h3_plugin.cli.synth", "Write a small random checkpoint of the real layout."),
     "inspect": ("vllm_h3_plugin.cli.inspect", "Check a checkpoint's files before any weight is read."),
+    "checksums": ("vllm_h3_plugin.cli.checksums", "Write or check the SHA-256 of every shard of a checkpoint."),
     "recipe": ("vllm_h3_plugin.cli.recipe", "Show what a precision recipe does to every linear layer."),
+    "memory": ("vllm_h3_plugin.cli.memory", "Predict what a checkpoint and a request need, and what fits."),
+    "snapshot": ("vllm_h3_plugin.cli.snapshot", "List, verify and remove quantized snapshots."),
     "serve": ("vllm_h3_plugin.cli.serve", "Start the video server from a profile or a checkpoint."),
     "doctor": ("vllm_h3_plugin.cli.doctor", "Check host, plugin and the five contracts in this environment."),
     "verify": ("vllm_h3_plugin.cli.verify", "Check a clip: streams, every frame, sound, length, checksum."),
+    "bench": ("vllm_h3_plugin.cli.bench", "Measure loading, restart and table build on this machine."),
     "demo": ("vllm_h3_plugin.cli.demo", "Make and verify two clips on this machine, with or without a GPU."),
 }
 
