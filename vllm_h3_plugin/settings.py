@@ -70,8 +70,8 @@ class Settings(BaseModel):
     )
     snapshot: Literal["auto", "require", "off"] = Field(
         default="auto",
-        description="Quantized snapshot. `auto`: load it if it fits, else load the checkpoint and write one. `require`: "
-        "refuse to start without one that fits. `off`: neither read nor write.",
+        description="Quantized snapshot. `auto`: load it if it fits, else load the checkpoint and write one. "
+        "`require`: refuse to start without one that fits. `off`: neither read nor write.",
     )
     verify_checksums: Path | None = Field(
         default=None,
@@ -87,7 +87,9 @@ class Settings(BaseModel):
         description="GiB of AdaLN tables kept on the device. The table in use is kept even if it is larger.",
     )
     adaln_disk_gib: float = Field(
-        default=20.0, ge=0, description="GiB of AdaLN tables kept in the cache folder; the least recently used go first."
+        default=20.0,
+        ge=0,
+        description="GiB of AdaLN tables kept in the cache folder; the least recently used go first.",
     )
     memory_guard: Literal["auto", "on", "off"] = Field(
         default="auto",

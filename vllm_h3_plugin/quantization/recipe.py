@@ -36,6 +36,8 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_*-]+")
 class Adaln(Enum):
     """Where the AdaLN projections are. The value is the word that recipes use."""
 
+    TABLE = "table"
+    """They run once for each timestep of a schedule, from weights streamed off the disk; their output is kept."""
     RESIDENT = "resident"
     """Their BF16 weights stay in memory and run in every step."""
 
