@@ -12,7 +12,7 @@ from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.checkpoint.layout import dit_tensors, linear_layers, text_encoder_tensors
 from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, tiny_dit, write_checkpoint
 from vllm_h3_plugin.errors import CheckpointError, UsageError
-from vllm_h3_plugin.memory.table import TableSize, table_bytes, table_rows, table_size
+from vllm_h3_plugin.memory.table import Role, TableSize, table_bytes, table_rows, table_size
 from vllm_h3_plugin.memory.weights import PARTS, ModelShapes, Resident, predict_resident, shapes_of
 from vllm_h3_plugin.quantization.plan import PrecisionPlan, plan
 from vllm_h3_plugin.quantization.recipe import Adaln, load_recipe
@@ -69,7 +69,7 @@ def test_a_table_row_of_the_real_model_has_9_7_mb_and_50_steps_have_99_rows() ->
     ("steps", "roles", "rows"),
     [(1, (), 1), (2, (), 3), (50, ("image",), 2 + 49 * 3), (50, ("image", "audio"), 3 + 49 * 4)],
 )
-def test_conditions_add_a_row_to_every_forward(steps: int, roles: tuple, rows: int) -> None:
+def test_conditions_add_a_row_to_every_forward(steps: int, roles: tuple[Role, ...], rows: int) -> None:
     assert table_rows(steps, roles) == rows
 
 
@@ -79,7 +79,7 @@ def test_no_steps_are_refused() -> None:
 
 
 def test_a_given_table_counts_instead_of_the_default_one() -> None:
-    given = table_size(TRUE.dit, 8, ("image",))
+    given = table_size(TRUE.dit, 8, {"image"})
     assert predict_resident(TRUE, plan_of("bf16"), table=given).parts["adaln"] == given.nbytes
 
 
