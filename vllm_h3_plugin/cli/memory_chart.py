@@ -132,12 +132,13 @@ def draw(prediction: Prediction, path: Path, memory_gib: float | None) -> None:
     segments = _segments(prediction)
     need = sum(size for _, size in segments)
     whole = max(need, round((memory_gib or 0) * _GIB))
+    unit, divisor = _unit(need)
     image = Image.new("RGB", (1200, 300), "white")
     canvas, font = ImageDraw.Draw(image), ImageFont.load_default(size=20)
     limit = f" of {memory_gib:g} GiB" if memory_gib else ""
     request = prediction.peak.request
     title = (
-        f"{prediction.recipe.name}: {need / _GIB:.2f} GiB{limit} with a request of "
+        f"{prediction.recipe.name}: {need / divisor:.2f} {unit}{limit} with a request of "
         f"{request.width}x{request.height}, {request.frames} frames"
     )
     canvas.text((40, 20), title, fill="black", font=font)
@@ -149,7 +150,7 @@ def draw(prediction: Prediction, path: Path, memory_gib: float | None) -> None:
         canvas.rectangle((left, 60, right, 140), fill=colour)
         x, y = 40 + index % 3 * 380, 165 + index // 3 * 40
         canvas.rectangle((x, y, x + 22, y + 22), fill=colour)
-        canvas.text((x + 32, y), f"{name}  {size / _GIB:.2f} GiB", fill="black", font=font)
+        canvas.text((x + 32, y), f"{name}  {size / divisor:.2f} {unit}", fill="black", font=font)
         left = right
     if memory_gib and need > memory_gib * _GIB:
         end = 40 + 1120 * memory_gib * _GIB / whole
