@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one part's weights in file order, without leaving them in the page cache.
+"""Read one part's weights in file order, at the speed of the disk, without leaving them in the page cache.
 
-A file that is mapped, or read and left in the cache, competes with the model for unified memory. So each tensor is
-read with ``preadv`` into ordinary memory and its pages are dropped behind it with ``posix_fadvise(DONTNEED)``.
+A file that is mapped, or read and left in the cache, competes with the model for unified memory. So several threads
+read blocks ahead with ``preadv`` into memory that is used again, and drop the pages behind each block with
+``posix_fadvise(DONTNEED)``.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
-from vllm_h3_plugin.checkpoint.faults import DOWNLOAD_AGAIN
+from vllm_h3_plugin.checkpoint.arena import Arena, Memory, OwnMemory
 from vllm_h3_plugin.checkpoint.inventory import PartInventory
-from vllm_h3_plugin.checkpoint.safetensors_header import ShardFile, TensorRecord
-from vllm_h3_plugin.errors import CheckpointError
+from vllm_h3_plugin.checkpoint.read_plan import plan_reads
+from vllm_h3_plugin.checkpoint.read_pool import Progress, ReadPool
 
 # safetensors dtype -> torch dtype.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -38,10 +37,26 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 
-# Bytes read, and then dropped from the page cache, at a time.
-_BLOCK = 32 << 20
+# Bytes that are read ahead of a consumer whose tensors have memory of their own.
+_AHEAD = 256 << 20
 
-Progress = Callable[[int, int], None]
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a part is read.
+
+    Attributes:
+        threads: that read at the same time.
+        buffer_bytes: memory that tensors are read into, in turn. A tensor that is larger gets one buffer more of its
+            size, which all such tensors share. Overlap needs room for two tensors: two of 1 GiB take turns in 1 GiB.
+        block_bytes: most bytes that one thread reads at a time.
+        pin: page-lock the buffer, for copies to a CUDA device.
+    """
+
+    threads: int = 8
+    buffer_bytes: int = 1 << 30
+    block_bytes: int = 16 << 20
+    pin: bool = False
 
 
 class WeightSource:
@@ -49,129 +64,65 @@ class WeightSource:
 
     Args:
         part: from an inventory without faults. Tensors that the host drops are skipped unread.
-        reuse: None: every tensor has memory of its own and is the caller's for good. A number N ≥ 1: tensors are read
-            into N buffers in turn; one is valid only until N more have been taken, so the caller must have copied or
-            consumed it by then. The host's online quantization holds on to the tensors of an unfinished layer:
-            it needs None.
+        options: None: every tensor has memory of its own and is the caller's for good. Otherwise tensors lie in a
+            buffer that is used again, and one is valid only until the next is taken: until then the caller must have
+            copied or consumed it, and have waited for copies that a device makes on its own time. The host's online
+            quantization holds on to the tensors of an unfinished layer: it needs None.
         wanted: names to read; others are skipped unread.
-        progress: called after each block with (bytes read, bytes in all).
+        progress: called with (bytes read, bytes in all) by the thread that iterates, while it waits.
 
-    Each iteration reads the files anew. Raises from the iteration:
-        CheckpointError: a file is not the one that the inventory saw, cannot be read, or ends early; the message
-            names path and offset.
+    Each iteration reads the files anew, with threads of its own that end with it. Raises from the iteration:
+        CheckpointError: a file is not the one that the inventory saw, is replaced while it is read, cannot be read, or
+            ends early; the message names path and offset.
     """
 
     def __init__(
         self,
         part: PartInventory,
         *,
-        reuse: int | None = None,
+        options: ReadOptions | None = None,
         wanted: Callable[[str], bool] = lambda name: True,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        if reuse is not None and reuse < 1:
-            raise AssertionError(f"reuse={reuse}: at least one buffer is needed")
-        self._plan = [
-            (file, [record for record in file.tensors if record.name not in part.ignored and wanted(record.name)])
-            for file in part.files
-        ]
-        self._slots: list[torch.Tensor] | None = None
-        if reuse is not None:
-            self._slots = [torch.empty(0, dtype=torch.uint8) for _ in range(reuse)]
+        self._options = options
+        self._how = options or ReadOptions()
+        self._segments = plan_reads(
+            part.files,
+            lambda name: name not in part.ignored and wanted(name),
+            whole=False,
+            piece=self._how.block_bytes,
+        )
         self._progress = progress
-        self.total_bytes = sum(record.nbytes for _, records in self._plan for record in records)
+        self.total_bytes = sum(segment.nbytes for segment in self._segments)
         """Bytes that an iteration reads."""
 
     def __len__(self) -> int:
         """Number of tensors that an iteration yields."""
-        return sum(len(records) for _, records in self._plan)
+        return sum(segment.record is not None for segment in self._segments)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        done = taken = 0
-        for file, records in self._plan:
-            if not records:
-                continue
-            descriptor = _open(file)
-            try:
-                for record in records:
-                    buffer = self._buffer(record.nbytes, taken)
-                    for size in _read(descriptor, record, buffer):
-                        done += size
-                        self._progress(done, self.total_bytes)
-                    taken += 1
-                    yield record.name, buffer.view(TORCH_DTYPES[record.dtype]).view(record.shape)
-                _check_unchanged(descriptor, file)
-            finally:
-                os.close(descriptor)
-
-    def _buffer(self, nbytes: int, taken: int) -> torch.Tensor:
-        if self._slots is None:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        slot = taken % len(self._slots)
-        if self._slots[slot].numel() < nbytes:
-            self._slots[slot] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._slots[slot][:nbytes]
-
-
-def _open(file: ShardFile) -> int:
-    try:
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as exc:
-        raise _unreadable(file.path, 0, exc) from exc
-    try:
-        _check_unchanged(descriptor, file)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _check_unchanged(descriptor: int, file: ShardFile) -> None:
-    stat = os.fstat(descriptor)
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise CheckpointError(
-            f"{file.path} changed while the checkpoint was in use",
-            why=f"it had {file.size} bytes when it was checked and has {stat.st_size} now, or was written to since",
-            fix="Let the download or copy finish, then start again.",
-            path=str(file.path),
+        pool = ReadPool(
+            self._segments,
+            self._memory(),
+            threads=self._how.threads,
+            block_bytes=self._how.block_bytes,
+            inspect=None,
+            in_order=None,
+            progress=self._progress,
         )
-
-
-def _read(descriptor: int, record: TensorRecord, buffer: torch.Tensor) -> Iterator[int]:
-    """Fill ``buffer`` with the tensor's bytes, block by block; yields the size of each block."""
-    view = buffer.numpy().data
-    done = 0
-    while done < record.nbytes:
-        offset = record.offset + done
+        reading = iter(pool)
         try:
-            size = os.preadv(descriptor, [view[done : done + _BLOCK]], offset)
-        except OSError as exc:
-            raise _unreadable(record.file, offset, exc) from exc
-        if size == 0:
-            raise CheckpointError(
-                f"{record.file} ends at byte {offset}, inside tensor {record.name}",
-                why=f"the tensor goes on to byte {record.offset + record.nbytes}",
-                fix=DOWNLOAD_AGAIN,
-                path=str(record.file),
-                offset=offset,
-            )
-        _drop(descriptor, offset, offset + size)
-        done += size
-        yield size
+            for segment, region in reading:
+                record = segment.record
+                assert record is not None
+                yield record.name, region.tensor.view(TORCH_DTYPES[record.dtype]).view(record.shape)
+        finally:
+            reading.close()
 
-
-def _drop(descriptor: int, begin: int, end: int) -> None:
-    # The kernel drops whole pages only, so the page that the last block ended in is dropped along with this one.
-    begin -= begin % mmap.PAGESIZE
-    os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_DONTNEED)
-
-
-def _unreadable(path: Path, offset: int, exc: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read at byte {offset}",
-        why=exc.strerror or str(exc),
-        fix="Check the disk and the file's permissions.",
-        path=str(path),
-        offset=offset,
-    )
+    def _memory(self) -> Memory:
+        if self._options is None:
+            return OwnMemory(_AHEAD)
+        largest = max((segment.nbytes for segment in self._segments), default=0)
+        # Alignment takes less than a page a tensor.
+        needed = self.total_bytes + 4096 * len(self._segments)
+        return Arena(min(self._options.buffer_bytes, needed), largest=largest, pin=self._options.pin)

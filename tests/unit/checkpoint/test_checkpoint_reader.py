@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_h3_plugin.checkpoint import reader
+from vllm_h3_plugin.checkpoint import shard_io
 from vllm_h3_plugin.checkpoint.faults import FaultLog
 from vllm_h3_plugin.checkpoint.inventory import PartInventory, take_inventory
 from vllm_h3_plugin.checkpoint.layout import DTYPE_BYTES
-from vllm_h3_plugin.checkpoint.reader import TORCH_DTYPES, WeightSource
+from vllm_h3_plugin.checkpoint.reader import TORCH_DTYPES, ReadOptions, WeightSource
 from vllm_h3_plugin.checkpoint.safetensors_header import read_header
 from vllm_h3_plugin.errors import CheckpointError
 
@@ -40,12 +42,22 @@ def part_of(path: Path) -> PartInventory:
 
 
 @pytest.mark.parametrize("name", ["transformer", "text_encoder", "video_vae", "audio_vae"])
-@pytest.mark.parametrize("reuse", [None, 1, 3])
-def test_tensors_equal_those_of_the_safetensors_library(pristine: Path, name: str, reuse: int | None) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        ReadOptions(),
+        ReadOptions(threads=1, block_bytes=1000),
+        ReadOptions(threads=5, buffer_bytes=150_000, block_bytes=4096),
+        ReadOptions(buffer_bytes=1),
+    ],
+    ids=["own", "default", "one-thread", "small-ring", "no-ring"],
+)
+def test_tensors_equal_those_of_the_safetensors_library(pristine: Path, name: str, options: ReadOptions | None) -> None:
     part = take_inventory(pristine / "FL2VA").partitions[0].part(name)
     expected = reference(part)
     order = []
-    for tensor_name, tensor in WeightSource(part, reuse=reuse):
+    for tensor_name, tensor in WeightSource(part, options=options):
         order.append(tensor_name)
         assert tensor.dtype == expected[tensor_name].dtype and torch.equal(tensor, expected[tensor_name])
     assert order == [record.name for record in part.tensors if record.name not in part.ignored]
@@ -59,15 +71,23 @@ def test_tensors_of_its_own_memory_stay_valid(dit: PartInventory) -> None:
     assert len({tensor.data_ptr() for tensor in kept.values()}) == len(kept)
 
 
-def test_a_reused_buffer_is_valid_until_n_more_are_taken(dit: PartInventory) -> None:
+def test_tensors_lie_in_one_buffer_that_is_used_again(dit: PartInventory) -> None:
+    largest = max(record.nbytes for record in dit.tensors)
+    options = ReadOptions(buffer_bytes=largest, block_bytes=4096)
+    begins, ends = set(), set()
+    for _, tensor in WeightSource(dit, options=options):
+        begins.add(tensor.untyped_storage().data_ptr())
+        ends.add(tensor.data_ptr() + tensor.nbytes)
+    assert len(begins) == 1
+    assert max(ends) - min(begins) <= largest + 512 < dit.nbytes
+
+
+def test_a_tensor_is_left_alone_until_the_next_is_taken(dit: PartInventory) -> None:
     expected = reference(dit)
-    recent: list[tuple[str, torch.Tensor]] = []
-    pointers = set()
-    for name, tensor in WeightSource(dit, reuse=3):
-        pointers.add(tensor.untyped_storage().data_ptr())
-        recent = [*recent, (name, tensor)][-3:]
-        assert all(torch.equal(seen, expected[before]) for before, seen in recent)
-    assert len(pointers) < len(expected), "memory is used again"
+    largest = max(record.nbytes for record in dit.tensors)
+    for name, tensor in WeightSource(dit, options=ReadOptions(buffer_bytes=2 * largest, block_bytes=1024)):
+        time.sleep(0.002)  # the threads read ahead meanwhile, as far as there is room
+        assert torch.equal(tensor, expected[name])
 
 
 def test_every_dtype_and_empty_and_0d_tensors(tmp_path: Path) -> None:
@@ -86,10 +106,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.ndim else tensor
 
 
-def test_a_tensor_larger_than_a_block(dit: PartInventory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BLOCK", 1000)
-    expected = reference(dit)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in WeightSource(dit))
+def test_tensors_that_the_ring_cannot_hold_share_one_buffer(dit: PartInventory) -> None:
+    sizes = sorted(record.nbytes for record in dit.tensors)
+    ring = sizes[-4] - 512
+    storages = {
+        (tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+        for _, tensor in WeightSource(dit, options=ReadOptions(buffer_bytes=ring))
+    }
+    assert len(storages) == 2
+    assert sum(size for _, size in storages) <= ring + sizes[-1] + 512
 
 
 def test_progress_goes_from_nothing_to_all(dit: PartInventory) -> None:
@@ -107,7 +132,7 @@ def test_unwanted_tensors_are_not_read(dit: PartInventory, monkeypatch: pytest.M
         reads.append(offset)
         return real(descriptor, views, offset)
 
-    monkeypatch.setattr(reader.os, "preadv", preadv)
+    monkeypatch.setattr(shard_io.os, "preadv", preadv)
     source = WeightSource(dit, wanted=lambda name: "adaln_proj" not in name)
     names = [name for name, _ in source]
     assert names == [record.name for record in dit.tensors if "adaln_proj" not in record.name]
@@ -116,28 +141,31 @@ def test_unwanted_tensors_are_not_read(dit: PartInventory, monkeypatch: pytest.M
     assert skipped.isdisjoint(reads)
 
 
-def test_pages_are_dropped_behind_every_read(dit: PartInventory, monkeypatch: pytest.MonkeyPatch) -> None:
-    dropped: dict[str, list[tuple[int, int]]] = {}
-
-    def fadvise(descriptor: int, offset: int, length: int, advice: int) -> None:
-        if advice == os.POSIX_FADV_DONTNEED:
-            name = os.readlink(f"/proc/self/fd/{descriptor}")
-            dropped.setdefault(name, []).append((offset, offset + length))
-
-    monkeypatch.setattr(reader.os, "posix_fadvise", fadvise)
-    for name, _ in WeightSource(dit):
-        record = next(tensor for tensor in dit.tensors if tensor.name == name)
-        spans = dropped[str(record.file.resolve())]
-        assert any(begin <= record.offset and record.offset + record.nbytes <= end for begin, end in spans)
-        assert all(begin % 4096 == 0 for begin, _ in spans)
-
-
-def test_files_are_closed_when_the_reader_stops_early(dit: PartInventory) -> None:
-    before = os.listdir("/proc/self/fd")
-    iterator = iter(WeightSource(dit))
+@pytest.mark.parametrize("options", [None, ReadOptions(buffer_bytes=50_000, block_bytes=1000)], ids=["own", "ring"])
+def test_nothing_is_left_when_the_consumer_stops_early(dit: PartInventory, options: ReadOptions | None) -> None:
+    files, threads = os.listdir("/proc/self/fd"), threading.active_count()
+    iterator = iter(WeightSource(dit, options=options))
     next(iterator)
+    assert threading.active_count() > threads
     iterator.close()  # type: ignore[attr-defined]
-    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir("/proc/self/fd") == files and threading.active_count() == threads
+    for error in (KeyboardInterrupt, ValueError):
+        with pytest.raises(error):
+            for _ in WeightSource(dit, options=options):
+                raise error
+        assert os.listdir("/proc/self/fd") == files and threading.active_count() == threads
+
+
+def test_ctrl_c_while_the_consumer_waits_ends_the_threads(dit: PartInventory) -> None:
+    files, threads = os.listdir("/proc/self/fd"), threading.active_count()
+
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(WeightSource(dit, progress=interrupt))
+    assert os.listdir("/proc/self/fd") == files and threading.active_count() == threads
 
 
 def test_file_that_shrank_since_the_inventory(dit: PartInventory, checkpoint) -> None:
@@ -163,6 +191,27 @@ def test_file_that_changes_while_it_is_read(dit: PartInventory) -> None:
             os.utime(path, ns=(0, 1))
 
 
+def test_file_that_is_replaced_while_it_is_read(dit: PartInventory) -> None:
+    path = dit.files[0].path
+    stat = path.stat()
+    with pytest.raises(CheckpointError, match="changed while") as caught:
+        for number, _ in enumerate(WeightSource(dit)):
+            if number == 0:
+                copy = path.with_name("copy")
+                copy.write_bytes(path.read_bytes())
+                os.utime(copy, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+                copy.rename(path)
+    assert str(path) in caught.value.what and "taken its name" in caught.value.why and caught.value.fix
+
+
+def test_file_that_is_removed_while_it_is_read(dit: PartInventory) -> None:
+    path = dit.files[0].path
+    with pytest.raises(CheckpointError, match="changed while") as caught:
+        for _ in WeightSource(dit):
+            path.unlink(missing_ok=True)
+    assert str(path) in caught.value.what and "No such file" in caught.value.why
+
+
 def test_file_that_is_gone(dit: PartInventory) -> None:
     path = dit.files[0].path
     path.unlink()
@@ -180,9 +229,12 @@ def test_short_read_names_path_and_offset(dit: PartInventory, monkeypatch: pytes
             return 0
         return real(descriptor, [views[0][:16]] if offset == record.offset else views, offset)
 
-    monkeypatch.setattr(reader.os, "preadv", preadv)
+    monkeypatch.setattr(shard_io.os, "preadv", preadv)
+    read = []
     with pytest.raises(CheckpointError) as caught:
-        list(WeightSource(dit))
+        for name, _ in WeightSource(dit):
+            read.append(name)
+    assert read == [tensor.name for tensor in dit.tensors[:3]], "what lies before the fault comes first"
     assert f"{record.file} ends at byte {record.offset + 16}, inside tensor {record.name}" in caught.value.what
     assert caught.value.details["offset"] == record.offset + 16 and caught.value.fix
 
@@ -191,7 +243,7 @@ def test_disk_error_names_path_and_offset(dit: PartInventory, monkeypatch: pytes
     def preadv(*args: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(reader.os, "preadv", preadv)
+    monkeypatch.setattr(shard_io.os, "preadv", preadv)
     with pytest.raises(CheckpointError) as caught:
         list(WeightSource(dit))
     record = dit.tensors[0]
