@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from vllm_h3_plugin import __version__
-from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.host import admission, run_state
 
 
 class H3Endpoints:
-    """``GET /v1/h3/info``: which plugin, host, recipe and kernels this server really runs."""
+    """``GET /v1/h3/info``: which plugin, host, recipe and kernels this server really runs. And the memory guard."""
 
     name = "h3"
     required_tasks = None
@@ -23,6 +23,8 @@ class H3Endpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; called once by the host while it builds the app (vllm/plugins/endpoint_plugins)."""
         app.add_api_route("/v1/h3/info", _info, methods=["GET"], summary="Plugin, host, recipe and kernels in use")
+        # Before the host adds authentication, and therefore behind it.
+        app.add_middleware(admission.Admission)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         """Nothing to set up; 0.30's Omni server does not call it at all."""
@@ -34,4 +36,5 @@ def _info() -> dict[str, Any]:
         "host": {name: version(name) for name in ("vllm", "vllm-omni", "torch")},
         "workers": run_state.read_workers(),
         "progress": run_state.read(run_state.PROGRESS),
+        "guard": admission.describe(),
     }

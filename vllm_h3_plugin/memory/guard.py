@@ -87,6 +87,7 @@ class Refuse:
         available_bytes: what could be taken when it was looked at.
         thresholds: what must remain.
         fits: a smaller request that fits, in words; empty if none does or nothing was asked.
+        hopeless: whether it would not fit even if all memory were free.
     """
 
     predicted_bytes: int
@@ -94,20 +95,26 @@ class Refuse:
     available_bytes: int
     thresholds: Thresholds
     fits: str = ""
+    hopeless: bool = False
 
     def error(self) -> BusyError:
         """The refusal as the client gets it; its details are bytes and seconds."""
-        wait = f"Ask again in {self.thresholds.retry_s} s"
+        retry_s = None if self.hopeless else self.thresholds.retry_s
+        ways = [
+            *([] if retry_s is None else [f"ask again in {retry_s} s"]),
+            f"ask for less: {self.fits}" if self.fits else "ask for a shorter or smaller clip",
+        ]
+        fix = ", or ".join(ways)
         return BusyError(
-            f"not enough memory for this request now: its peak, while {self.phase}, is predicted at "
-            f"{_gib(self.predicted_bytes)}, and {_gib(self.available_bytes)} are available",
+            f"not enough memory for this request{'' if self.hopeless else ' now'}: its peak ({self.phase}) is "
+            f"predicted at {_gib(self.predicted_bytes)}, and {_gib(self.available_bytes)} are available",
             why=f"{_gib(self.thresholds.floor)} must remain free (H3_MEMORY_FLOOR_GIB)",
-            fix=f"{wait}, or ask for less: {self.fits}." if self.fits else f"{wait}.",
+            fix=f"{fix[0].upper()}{fix[1:]}.",
             predicted_bytes=self.predicted_bytes,
             phase=self.phase,
             available_bytes=self.available_bytes,
             floor_bytes=self.thresholds.floor,
-            retry_after_s=self.thresholds.retry_s,
+            retry_after_s=retry_s,
         )
 
 
@@ -117,6 +124,7 @@ def decide(
     thresholds: Thresholds,
     *,
     fits: Callable[[int], str] | None = None,
+    total: int | None = None,
 ) -> Admit | Refuse:
     """Whether a request may run.
 
@@ -125,12 +133,14 @@ def decide(
         predicted: phase -> bytes that the request takes then beyond what is resident. Phases follow each other, so the
             largest one counts.
         fits: from the bytes that a request may take to words for a request that needs no more; asked on refusal.
+        total: all the memory there is; a request that needs more is not asked to come again.
     """
     phase, peak = max(predicted.items(), key=lambda item: item[1], default=("running", 0))
     if available >= peak + thresholds.floor:
         return Admit(peak, available)
+    hopeless = total is not None and peak + thresholds.floor > total
     room = max(0, available - thresholds.floor)
-    return Refuse(peak, phase, available, thresholds, fits(room) if fits is not None else "")
+    return Refuse(peak, phase, available, thresholds, fits(room) if fits is not None else "", hopeless)
 
 
 def cancelled(available: int, thresholds: Thresholds) -> BusyError:

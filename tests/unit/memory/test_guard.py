@@ -55,6 +55,13 @@ def test_refusal_names_the_numbers_the_setting_and_the_way_out() -> None:
     }
 
 
+def test_a_request_that_can_never_fit_is_not_asked_to_come_again() -> None:
+    verdict = decide(50 * GIB, {"decode": 500 * GIB}, FLOORS, total=119 * GIB)
+    assert isinstance(verdict, Refuse)
+    assert verdict.error().details["retry_after_s"] is None
+    assert "Ask for a shorter or smaller clip" in str(verdict.error()) and "again" not in str(verdict.error())
+
+
 def test_room_offered_to_a_smaller_request_is_never_negative() -> None:
     verdict = decide(GIB, {"denoising": GIB}, FLOORS, fits=lambda room: f"room {room}")
     assert isinstance(verdict, Refuse) and verdict.fits == "room 0"
