@@ -71,23 +71,29 @@ def sweep(folder: Path) -> tuple[Path, ...]:
     """Remove the temporary files and folders that dead processes left in ``folder``; never those of a living one.
 
     Returns:
-        What was removed.
+        What was removed. Another user's, which this one may not touch, stays.
 
     Raises:
         OSError: something cannot be removed.
     """
-    removed = []
-    for temporary in temporaries(folder):
+    return tuple(temporary for temporary in temporaries(folder) if _sweep_one(temporary))
+
+
+def _sweep_one(temporary: Path) -> bool:
+    try:
         lock = hold(temporary.with_name(temporary.name + _LOCK))
         if lock is None:
-            continue
+            return False
+        there = os.path.lexists(temporary)
         try:
-            if os.path.lexists(temporary):
-                discard(temporary)
-                removed.append(temporary)
-        finally:
-            lock.release(remove=True)
-    return tuple(removed)
+            discard(temporary)
+        except BaseException:
+            lock.release()
+            raise
+        lock.release(remove=True)
+        return there
+    except PermissionError:
+        return False
 
 
 def temporaries(folder: Path) -> tuple[Path, ...]:

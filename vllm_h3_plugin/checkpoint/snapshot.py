@@ -21,6 +21,7 @@ from vllm_h3_plugin.checkpoint.inventory import PartInventory
 from vllm_h3_plugin.checkpoint.safetensors_header import ShardFile, read_header
 from vllm_h3_plugin.checkpoint.snapshot_manifest import (
     MANIFEST,
+    ForeignFormat,
     Manifest,
     PartManifest,
     SnapshotKey,
@@ -126,13 +127,19 @@ def open_snapshot(cache_dir: Path, key: SnapshotKey) -> Snapshot | None:
             ``details["path"]`` is the file at fault.
     """
     folder = snapshots_folder(cache_dir) / key.id
-    if not os.path.lexists(folder):
-        return None
-    return open_folder(folder, key)
+    try:
+        return open_folder(folder, key) if os.path.lexists(folder) else None
+    except SnapshotError:
+        if not os.path.lexists(folder):  # removed while this waited for its lock
+            return None
+        raise
 
 
-def open_folder(folder: Path, key: SnapshotKey | None = None) -> Snapshot:
+def open_folder(folder: Path, key: SnapshotKey | None = None, *, mark: bool = True) -> Snapshot:
     """The snapshot in that folder; with ``key``, only if it is of that key.
+
+    Args:
+        mark: that this is a use of it.
 
     Raises:
         SnapshotError: as :func:`open_snapshot`.
@@ -148,7 +155,8 @@ def open_folder(folder: Path, key: SnapshotKey | None = None) -> Snapshot:
     except BaseException:
         lock.release()
         raise
-    _mark_used(lock)
+    if mark:
+        _mark_used(lock)
     return Snapshot(folder, manifest, files, lock)
 
 
@@ -162,9 +170,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return parse_manifest(path.read_bytes())
     except FileNotFoundError:
-        _refuse(folder, f"it is half-written: there is no {MANIFEST}, which is written last")
+        _refuse(folder, f"it is half-written: there is no {MANIFEST}, which is written last", "half-written")
     except OSError as exc:
         _refuse(path, exc.strerror or str(exc))
+    except ForeignFormat as exc:
+        _refuse(path, str(exc), "other version")
     except ValueError as exc:
         _refuse(path, str(exc))
 
@@ -182,6 +192,7 @@ def _share(folder: Path) -> HeldLock:
             fix="Start again when that is done, or set H3_SNAPSHOT=off.",
             path=str(folder),
             busy=True,
+            state="being written",
         )
     return lock
 
@@ -214,7 +225,7 @@ def _file(folder: Path, part: PartManifest) -> ShardFile:
     return file
 
 
-def _refuse(path: Path, why: str) -> NoReturn:
+def _refuse(path: Path, why: str, state: str = "damaged") -> NoReturn:
     snapshot = next((p.name for p in (path, path.parent) if is_id(p.name)), path.name)
     raise SnapshotError(
         f"{path} cannot be used",
@@ -222,6 +233,7 @@ def _refuse(path: Path, why: str) -> NoReturn:
         fix=f"Remove the snapshot; the next start makes it again: vllm-h3 snapshot remove {snapshot}",
         path=str(path),
         snapshot=snapshot,
+        state=state,
     )
 
 

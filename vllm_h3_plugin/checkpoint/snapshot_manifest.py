@@ -210,11 +210,16 @@ class Manifest:
         return json.dumps({**body, "digest": blake3(_canonical(body)).hexdigest()}, indent=0).encode() + b"\n"
 
 
+class ForeignFormat(ValueError):
+    """A manifest of another version of the format."""
+
+
 def parse_manifest(raw: bytes) -> Manifest:
     """The inverse of :meth:`Manifest.dump`.
 
     Raises:
-        ValueError: says what is wrong with it, as a clause: it is cut off, of another format, or was changed.
+        ForeignFormat: it is of another format.
+        ValueError: what else is wrong with it, as a clause: it is cut off or was changed.
     """
     try:
         body = json.loads(raw)
@@ -223,7 +228,7 @@ def parse_manifest(raw: bytes) -> Manifest:
     if not isinstance(body, dict):
         raise ValueError("it is no JSON object")
     if body.get("format") != FORMAT:
-        raise ValueError(f"it is of format {body.get('format')!r}, and this version reads format {FORMAT}")
+        raise ForeignFormat(f"it is of format {body.get('format')!r}, and this version reads format {FORMAT}")
     digest = body.pop("digest", None)
     if digest != blake3(_canonical(body)).hexdigest():
         raise ValueError("its content does not have the digest that it says, so it was changed or damaged")

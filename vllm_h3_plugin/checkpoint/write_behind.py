@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from vllm_h3_plugin.checkpoint.page_cache import drop_range
+
 _FLUSH = 256 << 20
 
 
@@ -50,7 +52,7 @@ class WriteBehindFile:
         """Wait until everything written is on the disk, and drop its pages from the cache."""
         try:
             os.fsync(self._descriptor)
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            drop_range(self._descriptor)
         except OSError as exc:
             raise self._named(exc) from exc
         self._unflushed = 0
