@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,9 @@ from vllm_h3_plugin.errors import CheckpointError
 
 # Bytes looked at per mincore() call; its answer takes one byte a page.
 _WINDOW = 1 << 30
+# mincore() says it in the lowest bit; the others are reserved.
+_LOW_BIT = bytes(value & 1 for value in range(256))
+_TRIES, _PAUSE_S = 10, 0.005
 
 
 def cached_bytes(path: Path | str) -> int:
@@ -38,8 +42,7 @@ def cached_bytes(path: Path | str) -> int:
                 fix="Run this as the owner of the checkpoint.",
                 path=str(path),
             )
-        begins = range(0, stat.st_size, _WINDOW)
-        return sum(_resident(descriptor, begin, min(_WINDOW, stat.st_size - begin)) for begin in begins)
+        return _resident(descriptor, stat.st_size)
     finally:
         os.close(descriptor)
 
@@ -81,6 +84,19 @@ def drop_range(descriptor: int, begin: int = 0, end: int | None = None) -> None:
     os.posix_fadvise(descriptor, begin, 0 if end is None else end - begin, os.POSIX_FADV_DONTNEED)
 
 
+def drop_file(descriptor: int) -> None:
+    """Drop a whole open file that was just read, and what the kernel's readahead is still bringing in.
+
+    A page that is being read stays when it is dropped, so this looks again for up to 50 ms.
+    """
+    size = os.fstat(descriptor).st_size
+    for _ in range(_TRIES):
+        drop_range(descriptor)
+        if _resident(descriptor, size) == 0:
+            return
+        time.sleep(_PAUSE_S)
+
+
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -93,7 +109,11 @@ def _open(path: Path) -> int:
         ) from exc
 
 
-def _resident(descriptor: int, begin: int, length: int) -> int:
+def _resident(descriptor: int, size: int) -> int:
+    return sum(_resident_in(descriptor, begin, min(_WINDOW, size - begin)) for begin in range(0, size, _WINDOW))
+
+
+def _resident_in(descriptor: int, begin: int, length: int) -> int:
     # ACCESS_COPY because ctypes takes the address of writable buffers only; nothing is touched, so nothing is copied.
     with mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=begin) as mapping:
         pages = (ctypes.c_ubyte * (-(-length // mmap.PAGESIZE)))()
@@ -103,9 +123,9 @@ def _resident(descriptor: int, begin: int, length: int) -> int:
         del window  # a mapping that is pointed into cannot be closed
     if failed:
         raise OSError(error, os.strerror(error))
-    bits = bytes(page & 1 for page in pages)  # the other bits are reserved
+    bits = bytes(pages).translate(_LOW_BIT)
     tail = len(bits) * mmap.PAGESIZE - length
-    return sum(bits) * mmap.PAGESIZE - (tail if bits[-1] else 0)
+    return bits.count(1) * mmap.PAGESIZE - (tail if bits[-1] else 0)
 
 
 @cache

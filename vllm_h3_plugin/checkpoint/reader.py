@@ -8,12 +8,14 @@ read blocks ahead with ``preadv`` into memory that is used again, and drop the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from vllm_h3_plugin.checkpoint.arena import Arena, Memory, OwnMemory
+from vllm_h3_plugin.checkpoint.digests import FileDigests, TensorDigests
 from vllm_h3_plugin.checkpoint.inventory import PartInventory
 from vllm_h3_plugin.checkpoint.read_plan import plan_reads
 from vllm_h3_plugin.checkpoint.read_pool import Progress, ReadPool
@@ -70,10 +72,18 @@ class WeightSource:
             quantization holds on to the tensors of an unfinished layer: it needs None.
         wanted: names to read; others are skipped unread.
         progress: called with (bytes read, bytes in all) by the thread that iterates, while it waits.
+        tensor_digests: tensor name -> BLAKE3 of its bytes, 64 hex digits. A tensor is handed out if it has them.
+        file_digests: path as in ``part`` -> SHA-256 of the whole file. Every byte of every file is then read, and
+            hashed in a thread of its own. Tensors come before the end of their file and thus before the verdict on it;
+            a file's last tensor and the end of the iteration are reached only if the file is right.
 
-    Each iteration reads the files anew, with threads of its own that end with it. Raises from the iteration:
-        CheckpointError: a file is not the one that the inventory saw, is replaced while it is read, cannot be read, or
-            ends early; the message names path and offset.
+    Each iteration reads the files anew, with threads of its own that end with it.
+
+    Raises:
+        SnapshotError: a tensor has no digest in ``tensor_digests``; from the iteration: it has another.
+        CheckpointError: a file has no digest in ``file_digests``. From the iteration: it has another, is not the one
+            that the inventory saw, is replaced while it is read, cannot be read, or ends early; the message names path
+            and offset. Tensors that lie before the fault come first.
     """
 
     def __init__(
@@ -83,16 +93,20 @@ class WeightSource:
         options: ReadOptions | None = None,
         wanted: Callable[[str], bool] = lambda name: True,
         progress: Progress = lambda done, total: None,
+        tensor_digests: Mapping[str, str] | None = None,
+        file_digests: Mapping[Path, str] | None = None,
     ) -> None:
         self._options = options
         self._how = options or ReadOptions()
         self._segments = plan_reads(
             part.files,
             lambda name: name not in part.ignored and wanted(name),
-            whole=False,
+            whole=file_digests is not None,
             piece=self._how.block_bytes,
         )
         self._progress = progress
+        self._tensor_digests = None if tensor_digests is None else TensorDigests(tensor_digests, self._segments)
+        self._file_digests = None if file_digests is None else FileDigests(file_digests, part.files)
         self.total_bytes = sum(segment.nbytes for segment in self._segments)
         """Bytes that an iteration reads."""
 
@@ -106,8 +120,8 @@ class WeightSource:
             self._memory(),
             threads=self._how.threads,
             block_bytes=self._how.block_bytes,
-            inspect=None,
-            in_order=None,
+            inspect=self._tensor_digests,
+            in_order=None if self._file_digests is None else self._file_digests.checker(),
             progress=self._progress,
         )
         reading = iter(pool)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
 import time
@@ -12,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import load_file, save_file
 
 from vllm_h3_plugin.checkpoint import shard_io
 from vllm_h3_plugin.checkpoint.faults import FaultLog
 from vllm_h3_plugin.checkpoint.inventory import PartInventory, take_inventory
 from vllm_h3_plugin.checkpoint.layout import DTYPE_BYTES
+from vllm_h3_plugin.checkpoint.page_cache import cached_share, drop
 from vllm_h3_plugin.checkpoint.reader import TORCH_DTYPES, ReadOptions, WeightSource
 from vllm_h3_plugin.checkpoint.safetensors_header import read_header
-from vllm_h3_plugin.errors import CheckpointError
+from vllm_h3_plugin.errors import CheckpointError, SnapshotError
 
 
 @pytest.fixture
@@ -249,3 +252,160 @@ def test_disk_error_names_path_and_offset(dit: PartInventory, monkeypatch: pytes
     record = dit.tensors[0]
     assert f"{record.file} cannot be read at byte {record.offset}" in caught.value.what
     assert "Input/output error" in caught.value.why and "disk" in caught.value.fix
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one byte behind the back of size and time."""
+    stat = path.stat()
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.unlink()  # a hard link
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def sha256_of(part: PartInventory) -> dict[Path, str]:
+    return {file.path: hashlib.sha256(file.path.read_bytes()).hexdigest() for file in part.files}
+
+
+def blake3_of(part: PartInventory) -> dict[str, str]:
+    return {r.name: blake3(r.file.read_bytes()[r.offset : r.offset + r.nbytes]).hexdigest() for r in part.tensors}
+
+
+RING = ReadOptions(buffer_bytes=100_000, block_bytes=1000)
+
+
+@pytest.mark.parametrize("options", [None, RING], ids=["own", "ring"])
+def test_right_digests_change_nothing(checkpoint, options: ReadOptions | None) -> None:
+    part = checkpoint.inventory().partitions[0].part("text_encoder")
+    expected = reference(part)
+    source = WeightSource(part, options=options, tensor_digests=blake3_of(part), file_digests=sha256_of(part))
+    assert source.total_bytes == sum(file.size for file in part.files), "headers and dropped tensors are read too"
+    names = []
+    for name, tensor in source:
+        names.append(name)
+        assert torch.equal(tensor, expected[name])
+    assert names == [record.name for record in part.tensors if record.name not in part.ignored]
+    assert len(list(source)) == len(names), "it can be read again"
+
+
+@pytest.mark.parametrize("options", [None, RING], ids=["own", "ring"])
+def test_a_flipped_byte_in_a_tensor_is_found_before_the_tensor_is_handed_out(dit: PartInventory, options) -> None:
+    record = dit.tensors[5]
+    digests = blake3_of(dit)
+    flip(record.file, record.offset + record.nbytes - 1)
+    seen = []
+    with pytest.raises(SnapshotError) as caught:
+        for name, _ in WeightSource(dit, options=options, tensor_digests=digests):
+            seen.append(name)
+    assert seen == [tensor.name for tensor in dit.tensors[:5]]
+    assert str(record.file) in caught.value.what and record.name in caught.value.what
+    assert digests[record.name] in caught.value.why and caught.value.details["found"] in caught.value.what
+    assert "snapshot" in caught.value.fix
+
+
+def test_a_tensor_without_a_digest_is_refused_up_front(dit: PartInventory) -> None:
+    digests = blake3_of(dit)
+    name = dit.tensors[3].name
+    del digests[name]
+    with pytest.raises(SnapshotError, match="has no digest") as caught:
+        WeightSource(dit, tensor_digests=digests)
+    assert name in caught.value.what and str(dit.tensors[3].file) in caught.value.what and caught.value.fix
+    WeightSource(dit, tensor_digests=digests, wanted=lambda other: other != name)
+
+
+@pytest.mark.parametrize("where", ["header", "ignored tensor", "last byte"])
+def test_a_flipped_byte_anywhere_in_a_file_is_found(checkpoint, where: str) -> None:
+    part = checkpoint.inventory().partitions[0].part("text_encoder")
+    dropped = next(record for record in part.tensors if record.name in part.ignored)
+    file = next(file for file in part.files if file.path == dropped.file)
+    digests = sha256_of(part)
+    flip(file.path, {"header": 9, "ignored tensor": dropped.offset, "last byte": file.size - 1}[where])
+    last = [record.name for record in file.tensors if record.name not in part.ignored][-1]
+    seen = []
+    with pytest.raises(CheckpointError) as caught:
+        for name, _ in WeightSource(part, options=RING, file_digests=digests):
+            seen.append(name)
+    assert str(file.path) in caught.value.what and caught.value.details["found"] in caught.value.what
+    assert digests[file.path] in caught.value.why and "Download this file again" in caught.value.fix
+    later = {record.name for other in part.files if other.path > file.path for record in other.tensors}
+    assert later.isdisjoint(seen), "nothing of a later file comes after the verdict"
+    assert where != "last byte" or file.tensors[-1].name != last or last not in seen
+
+
+def test_a_file_without_a_digest_is_refused_up_front(dit: PartInventory) -> None:
+    digests = sha256_of(dit)
+    del digests[dit.files[1].path]
+    with pytest.raises(CheckpointError) as caught:
+        WeightSource(dit, file_digests=digests)
+    assert str(dit.files[1].path) in caught.value.what and "vllm-h3 checksums" in caught.value.fix
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> PartInventory:
+    """96 MiB in two shards, written to the disk: less would be lost in the kernel's readahead."""
+    folder = tmp_path_factory.mktemp("large")
+    for number in range(2):
+        sizes = [10_000_001, 5, 3000, 20_000_000, 700_000, 4097, 17_000_000, 3_000_000]
+        tensors = {f"{number}.{i}": torch.full((size,), i, dtype=torch.uint8) for i, size in enumerate(sizes)}
+        save_file(tensors, folder / f"{number}.safetensors")
+        with (folder / f"{number}.safetensors").open("rb+") as file:
+            os.fsync(file.fileno())
+    parts = [part_of(path) for path in sorted(folder.iterdir())]
+    return PartInventory("x", folder, tuple(p.files[0] for p in parts), tuple(t for p in parts for t in p.tensors))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "own memory": {},
+    "ring": {"options": ReadOptions(buffer_bytes=32 << 20, block_bytes=1 << 20)},
+    "one thread": {"options": ReadOptions(threads=1)},
+    "few wanted": {"options": ReadOptions(block_bytes=1 << 20), "wanted": lambda name: name[-1] in "0136"},
+    "early in the file": {"options": ReadOptions(), "wanted": lambda name: name[-1] == "0"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pause", [0, 0.02], ids=["fast", "slow"])
+def test_page_cache_holds_at_most_2_percent_afterwards(large: PartInventory, case: str, pause: float) -> None:
+    paths = [file.path for file in large.files]
+    drop(paths)
+    for _ in WeightSource(large, **CASES[case]):
+        time.sleep(pause)
+    assert cached_share(paths) <= 0.02
+
+
+def test_page_cache_holds_nothing_of_what_a_stopped_reader_left(large: PartInventory) -> None:
+    paths = [file.path for file in large.files]
+    drop(paths)
+    iterator = iter(WeightSource(large))
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert cached_share(paths) <= 0.02
+
+
+def test_pages_are_dropped_behind_every_block(dit: PartInventory, monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: set[tuple[str, int]] = set()
+
+    def drop_range(descriptor: int, begin: int, end: int) -> None:
+        dropped.update((os.readlink(f"/proc/self/fd/{descriptor}"), byte) for byte in range(begin, end))
+
+    monkeypatch.setattr(shard_io, "drop_range", drop_range)
+    for name, _ in WeightSource(dit, options=RING):
+        record = next(tensor for tensor in dit.tensors if tensor.name == name)
+        path = str(record.file.resolve())
+        assert all((path, byte) in dropped for byte in range(record.offset, record.offset + record.nbytes))
+
+
+def test_eight_threads_are_not_slower_than_one(large: PartInventory) -> None:
+    """Only as a guard against threads that wait for each other: this file is small and the machine may be busy."""
+    paths = [file.path for file in large.files]
+
+    def seconds(threads: int) -> float:
+        drop(paths)
+        started = time.perf_counter()
+        for _ in WeightSource(large, options=ReadOptions(threads=threads, buffer_bytes=64 << 20, block_bytes=4 << 20)):
+            pass
+        return time.perf_counter() - started
+
+    pairs = [(seconds(8), seconds(1)) for _ in range(3)]
+    assert min(eight for eight, _ in pairs) <= 2 * max(one for _, one in pairs)
