@@ -18,7 +18,7 @@ from blake3 import blake3
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.checkpoint.atomic import discard, fsync, sweep, temporaries, temporary_beside
 from vllm_h3_plugin.checkpoint.file_lock import hold, holder
-from vllm_h3_plugin.checkpoint.page_cache import drop_range
+from vllm_h3_plugin.checkpoint.page_cache import drop, drop_range
 from vllm_h3_plugin.checkpoint.safetensors_header import TensorRecord
 from vllm_h3_plugin.checkpoint.snapshot import Snapshot, open_folder
 from vllm_h3_plugin.checkpoint.snapshot_manifest import Manifest, SnapshotKey, parse_piece
@@ -207,6 +207,7 @@ def first_damage(
                         pool.shutdown(wait=False, cancel_futures=True)
                         param, shard = parse_piece(record.name)
                         return Damage(name, param, shard, record.file, record.offset, record.nbytes)
+                drop([snapshot.file(name).path])
             except OSError as exc:
                 raise SnapshotError(
                     f"{exc.filename} cannot be read",
@@ -231,7 +232,8 @@ def _digest(record: TensorRecord, progress: Callable[[int], None]) -> str:
             if size == 0:
                 break
             hasher.update(buffer[:size])
-            drop_range(descriptor, position, position + size)
+            # From the piece's start: the kernel keeps a large folio that a range covers only in part.
+            drop_range(descriptor, record.offset, position + size)
             position += size
             progress(size)
     finally:

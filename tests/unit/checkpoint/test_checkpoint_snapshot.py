@@ -15,9 +15,10 @@ from blake3 import blake3
 
 from tests.unit.checkpoint.snapshot_kit import ENTRIES, KEY, flip, folder_of, pieces, write
 from vllm_h3_plugin.checkpoint.file_lock import hold
+from vllm_h3_plugin.checkpoint.page_cache import cached_share
 from vllm_h3_plugin.checkpoint.reader import WeightSource
 from vllm_h3_plugin.checkpoint.snapshot import Snapshot, find_stale, open_snapshot, parse_piece
-from vllm_h3_plugin.checkpoint.snapshot_manifest import SnapshotKey, piece_name
+from vllm_h3_plugin.checkpoint.snapshot_manifest import Entry, Piece, SnapshotKey, piece_name
 from vllm_h3_plugin.checkpoint.snapshot_paths import lock_of
 from vllm_h3_plugin.checkpoint.snapshot_store import first_damage, list_snapshots, remove_snapshot
 from vllm_h3_plugin.checkpoint.snapshot_writer import SnapshotWriter
@@ -259,3 +260,14 @@ def test_a_removed_snapshot_is_gone_with_its_lock(tmp_path: Path) -> None:
     write(tmp_path)
     remove_snapshot(list_snapshots(tmp_path)[0])
     assert os.listdir(tmp_path / "snapshots") == [] and open_snapshot(tmp_path, KEY) is None
+
+
+def test_verifying_leaves_no_pages_in_the_cache(tmp_path: Path) -> None:
+    entries = (Entry("w", "F32", (1 << 20,), (Piece(0, 0, 1 << 19), Piece(1, 1 << 19, 1 << 19))),)
+    with SnapshotWriter(tmp_path, KEY, {"x": entries}) as writer:
+        writer.put("x", "w", 0, torch.zeros(1 << 19))
+        writer.put("x", "w", 1, torch.ones(1 << 19))
+        writer.commit()
+    with opened(tmp_path) as snapshot:
+        assert first_damage(snapshot) is None
+        assert cached_share([snapshot.file("x").path]) <= 0.02
