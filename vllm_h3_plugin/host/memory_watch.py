@@ -9,7 +9,6 @@ the pipeline into a failed request and goes on: the job keeps the message, the m
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
@@ -17,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from vllm.logger import init_logger
@@ -27,44 +26,19 @@ from vllm_h3_plugin.checkpoint import page_cache
 from vllm_h3_plugin.errors import BusyError, CheckpointError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.asked import Model, of_denoise
-from vllm_h3_plugin.host.session import Session
+from vllm_h3_plugin.host.worker_memory import Allocator, any_rank
 from vllm_h3_plugin.memory.guard import Mark, Refuse, Thresholds, cancelled, check_start, decide, mark
 from vllm_h3_plugin.memory.system import GIB, MemorySystem, guard_active, probe
 from vllm_h3_plugin.memory.weights import shapes_of
 from vllm_h3_plugin.pins import installed_host
 
+if TYPE_CHECKING:
+    from vllm_h3_plugin.host.session import Session
+
 logger = init_logger(__name__)
 
 SAMPLE_S = 1.0
 _BEFORE_DENOISE = frozenset({"references", "text"})
-
-
-class Allocator:
-    """The device allocator's own numbers: what it keeps beyond what is in use can be taken by the next request."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        """
-        Args:
-            device: anything but a CUDA device has no such allocator.
-        """
-        # By index: the watching thread has a current device of its own.
-        self._index: int | None = None
-        if device is not None and device.type == "cuda":
-            self._index = torch.cuda.current_device() if device.index is None else device.index
-
-    def allocated(self) -> int:
-        """Bytes in use."""
-        return 0 if self._index is None else int(torch.cuda.memory_allocated(self._index))
-
-    def reserved(self) -> int:
-        """Bytes taken from the system, in use or not."""
-        return 0 if self._index is None else int(torch.cuda.memory_reserved(self._index))
-
-    def release(self) -> None:
-        """Give back what is not in use."""
-        gc.collect()
-        if self._index is not None:
-            torch.cuda.empty_cache()
 
 
 class MemoryWatch:
@@ -314,21 +288,3 @@ def _refused_elsewhere(thresholds: Thresholds) -> BusyError:
         fix=f"Ask again in {thresholds.retry_s} s, or for less; the other rank's line in the log has the numbers.",
         retry_after_s=thresholds.retry_s,
     )
-
-
-def any_rank(mine: bool) -> bool:
-    """Whether any rank of the model says yes. All ranks must ask at once: one that stopped alone would hang the rest.
-
-    With data parallel replicas the ranks run different requests and ask at different times, so each answers for itself.
-    """
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return mine
-    from vllm_omni.diffusion.distributed import parallel_state
-
-    if parallel_state.get_data_parallel_world_size() > 1:
-        return mine
-    votes = torch.tensor([int(mine)], dtype=torch.int32)
-    torch.distributed.all_reduce(
-        votes, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_world_group().cpu_group
-    )
-    return bool(votes.item())

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's device allocator, and a question put to all ranks of the model: what the memory watch needs of torch."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+
+class Allocator:
+    """The device allocator's own numbers: what it keeps beyond what is in use can be taken by the next request."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """
+        Args:
+            device: anything but a CUDA device has no such allocator.
+        """
+        # By index: the watching thread has a current device of its own.
+        self._index: int | None = None
+        if device is not None and device.type == "cuda":
+            self._index = torch.cuda.current_device() if device.index is None else device.index
+
+    def allocated(self) -> int:
+        """Bytes in use."""
+        return 0 if self._index is None else int(torch.cuda.memory_allocated(self._index))
+
+    def reserved(self) -> int:
+        """Bytes taken from the system, in use or not."""
+        return 0 if self._index is None else int(torch.cuda.memory_reserved(self._index))
+
+    def release(self) -> None:
+        """Give back what is not in use."""
+        gc.collect()
+        if self._index is not None:
+            torch.cuda.empty_cache()
+
+
+def any_rank(mine: bool) -> bool:
+    """Whether any rank of the model says yes. All ranks must ask at once: one that stopped alone would hang the rest.
+
+    With data parallel replicas the ranks run different requests and ask at different times, so each answers for itself.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return mine
+    from vllm_omni.diffusion.distributed import parallel_state
+
+    if parallel_state.get_data_parallel_world_size() > 1:
+        return mine
+    votes = torch.tensor([int(mine)], dtype=torch.int32)
+    torch.distributed.all_reduce(
+        votes, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_world_group().cpu_group
+    )
+    return bool(votes.item())
