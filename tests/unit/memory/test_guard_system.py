@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -54,6 +55,24 @@ def test_hook_is_honoured_on_the_reference_platform_only_and_while_it_exists(tmp
 def test_reference_platform_counts_as_unified() -> None:
     assert probe("cpu", reference=True).unified
     assert not probe("cpu").unified
+
+
+@pytest.mark.parametrize("integrated", [0, 1])
+def test_integrated_device_shares_memory_and_a_discrete_one_has_its_own(
+    integrated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    properties = SimpleNamespace(is_integrated=integrated, name="H200", total_memory=139 * GIB)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (device * 7 * GIB, 139 * GIB))
+    found = probe("cuda")
+    assert found.unified is bool(integrated)
+    if not integrated:
+        assert (found.name, found.total_bytes, found.available()) == ("free memory of H200", 139 * GIB, 7 * GIB)
+    else:
+        assert found.name == "MemAvailable" and found.total_bytes == psutil.virtual_memory().total
 
 
 def test_a_large_process_is_named_first() -> None:
