@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 
+from vllm_h3_plugin.checkpoint.arena import Arena
 from vllm_h3_plugin.checkpoint.atomic import (
     WAY_OUT,
     discard,
@@ -43,7 +44,8 @@ from vllm_h3_plugin.checkpoint.snapshot_paths import PATIENCE_S, lock_of, snapsh
 from vllm_h3_plugin.checkpoint.write_behind import WriteBehind, WriteBehindFile
 from vllm_h3_plugin.errors import LoadError, SnapshotError
 
-# Host memory that copies of tensors may take while they wait for the disk, and the most that is copied at a time.
+# Host memory for copies of tensors that wait for the disk, and the most that is copied at a time (more only where one
+# row is larger). The first is a power of two, since PyTorch's page-locked allocations are.
 _QUEUE_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
 
@@ -98,7 +100,7 @@ class SnapshotWriter:
         self._parts: dict[str, _OpenPart] = {}
         self._stack = ExitStack()
         self._ended = False
-        self._queue = WriteBehind(_QUEUE_BYTES, self._on_disk_error)
+        self._queue = WriteBehind(self._memory, self._on_disk_error)
         try:
             self._begin(parts)
         except OSError as exc:
@@ -114,6 +116,7 @@ class SnapshotWriter:
             name: len(header) + sum(record.nbytes for record in records) for name, (header, records) in planned.items()
         }
         self.nbytes = sum(sizes.values())
+        self._largest = max((record.nbytes for _, records in planned.values() for record in records), default=0)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lock_path = lock_of(self.path)
         lock = hold(lock_path, patience_s=PATIENCE_S)
@@ -173,19 +176,15 @@ class SnapshotWriter:
             self._copy(self._parts[part].file, piece, rows[begin : begin + step], record.offset + begin * row_bytes)
 
     def _copy(self, file: WriteBehindFile, piece: _OpenPiece, rows: torch.Tensor, offset: int) -> None:
-        def copy() -> Callable[[], None]:
-            # Memory of its own, contiguous whatever the strides of the source; copy_ from a device waits for it.
-            host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
-            host.copy_(rows)
-            data = host.view(-1).view(torch.uint8).numpy().data
+        def job(data: memoryview) -> None:
+            piece.hasher.update(data)
+            file.write(data, offset)
 
-            def job() -> None:
-                piece.hasher.update(data)
-                file.write(data, offset)
+        self._queue.submit(rows, job)
 
-            return job
-
-        self._queue.submit(rows.numel() * rows.element_size(), copy)
+    def _memory(self, tensor: torch.Tensor) -> Arena:
+        """Page-locked if tensors lie on a CUDA device: copying from there into other memory is several times slower."""
+        return Arena(_QUEUE_BYTES, largest=self._largest, pin=tensor.is_cuda)
 
     def commit(self) -> Path:
         """Make the snapshot real: all bytes on disk, the manifest last, then the folder gets its name.

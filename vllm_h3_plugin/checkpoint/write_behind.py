@@ -13,6 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
+from vllm_h3_plugin.checkpoint.arena import Memory, Region
 from vllm_h3_plugin.checkpoint.page_cache import drop_range
 
 _FLUSH = 256 << 20
@@ -68,48 +71,58 @@ class WriteBehindFile:
 
 
 class WriteBehind:
-    """Runs jobs one after another in a thread.
+    """Runs jobs one after another in a thread, on copies that lie in memory which is used again.
 
     Args:
-        limit: bytes that may wait; :meth:`submit` blocks above it. A single larger job is let through alone.
+        memory: for the copies; made when the first is.
         on_error: called in the thread at the first OSError of a job. Jobs behind it are dropped.
     """
 
-    def __init__(self, limit: int, on_error: Callable[[OSError], None]) -> None:
+    def __init__(self, memory: Callable[[torch.Tensor], Memory], on_error: Callable[[OSError], None]) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="h3-snapshot")
-        self._limit = limit
+        self._make_memory = memory
+        self._memory: Memory | None = None
         self._on_error = on_error
-        self._waiting = 0
         self._room = threading.Condition()
         self._failed = False
         self._bug: BaseException | None = None
 
-    def submit(self, nbytes: int, prepare: Callable[[], Callable[[], None]]) -> None:
-        """Queue a job that holds ``nbytes`` of memory.
+    def submit(self, tensor: torch.Tensor, job: Callable[[memoryview], None]) -> None:
+        """Copy a tensor, which may be on a device and strided, and queue a job that gets its bytes, row by row.
 
-        Args:
-            prepare: takes the memory and makes the job; called here, once there is room.
+        Blocks until there is room for the copy.
         """
-        with self._room:
-            self._room.wait_for(lambda: self._waiting == 0 or self._waiting + nbytes <= self._limit)
-            self._waiting += nbytes
-
-        def release() -> None:
-            with self._room:
-                self._waiting -= nbytes
-                self._room.notify_all()
+        region = self._acquire(tensor)
+        try:
+            # A copy from a device waits for the device, and so for what computed the tensor.
+            region.tensor.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        except BaseException:
+            self._release(region)
+            raise
 
         def done(future: Future[None]) -> None:
             if not future.cancelled() and self._bug is None:
                 self._bug = future.exception()
-            release()
+            self._release(region)
 
-        try:
-            job = prepare()
-        except BaseException:
-            release()
-            raise
-        self._executor.submit(self._run, job).add_done_callback(done)
+        data = region.tensor.numpy().data
+        self._executor.submit(self._run, lambda: job(data)).add_done_callback(done)
+
+    def _acquire(self, tensor: torch.Tensor) -> Region:
+        region: Region | None = None
+        with self._room:
+            memory = self._memory = self._memory or self._make_memory(tensor)
+            while region is None:
+                region = memory.acquire(tensor.numel() * tensor.element_size())
+                if region is None:
+                    self._room.wait()
+        return region
+
+    def _release(self, region: Region) -> None:
+        with self._room:
+            if self._memory is not None:
+                self._memory.release(region)
+            self._room.notify_all()
 
     def _run(self, job: Callable[[], None]) -> None:
         if self._failed:
@@ -123,9 +136,11 @@ class WriteBehind:
     def finish(self) -> None:
         """Wait for all jobs; raises what one raised that is no OSError."""
         self._executor.shutdown(wait=True)
+        self._memory = None
         if self._bug is not None:
             raise self._bug
 
     def cancel(self) -> None:
         """Drop the jobs that wait and let the one that runs end."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+        self._memory = None
