@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import inspect
 import json
 import os
@@ -446,6 +447,28 @@ def test_a_file_that_changed_is_an_error_whatever_the_vae_s_code_makes_of_it(
     with pytest.raises(CheckpointError, match=r"weights\.safetensors") as caught, streamed_vaes([partition], CPU):
         vae.host_vae._load_remote_component(str(vae.folder), vae.config, **trust(build))
     assert "start again" in caught.value.fix
+
+
+WAYS_TO_VERIFY = [LOAD_FILE, WAYS_TO_READ["safe_open, imported by name"], FALLBACKS["open and frombuffer"][1]]
+
+
+@pytest.mark.parametrize("load", WAYS_TO_VERIFY, ids=["load_file", "safe_open", "the host's way"])
+def test_every_file_is_held_against_its_digest_however_it_is_read(made: Callable[..., MadeVae], load: str) -> None:
+    from vllm_h3_plugin.host.vae_loading import streamed_vaes
+
+    vae = made(load=load).write(plain_tensors())
+    file = vae.folder / "weights.safetensors"
+    build = vae.host_vae._load_remote_component
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    with streamed_vaes([vae.partition], CPU, file_digests={file: digest}):
+        module = vae.host_vae._load_remote_component(str(vae.folder), vae.config, **trust(build))
+    assert_same_state(module.float(), vae.by_host())
+    with (
+        pytest.raises(CheckpointError, match=r"weights\.safetensors") as caught,
+        streamed_vaes([vae.partition], CPU, file_digests={file: "0" * 64}),
+    ):
+        vae.host_vae._load_remote_component(str(vae.folder), vae.config, **trust(build))
+    assert caught.value.fix
 
 
 @pytest.mark.parametrize("init", ["", "raise OSError('no')"])

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import accelerate.utils
@@ -32,16 +33,26 @@ class VaeFiles:
 
     Attributes:
         taken: names of the tensors that were handed out.
+        verifies: whether files are held against digests.
         fault: why a file could not be read, whatever the VAE's own code made of it.
     """
 
     def __init__(
-        self, part: PartInventory, device: torch.device, progress: Progress, options: ReadOptions | None
+        self,
+        part: PartInventory,
+        device: torch.device,
+        *,
+        progress: Progress,
+        options: ReadOptions | None,
+        digests: Mapping[Path, str] | None,
     ) -> None:
         self.part = part
         self.device = device
         self.taken: set[str] = set()
         self.fault: CheckpointError | None = None
+        self.verifies = digests is not None
+        self._digests = digests
+        self._unverified = {file.path: file for file in part.files} if self.verifies else {}
         self._by_path = {os.path.realpath(file.path): file for file in part.files}
         self._progress = progress
         # On the CPU the tensors that are read are those that stay: they cannot lie in a buffer that is used again.
@@ -52,18 +63,38 @@ class VaeFiles:
         """The weight file of that name, through links."""
         return self._by_path.get(os.path.realpath(path)) if isinstance(path, str | os.PathLike) else None
 
-    def read(self, file: ShardFile, records: tuple[TensorRecord, ...]) -> dict[str, torch.Tensor]:
-        """These tensors of the file, on the device, each with memory of its own."""
-        selected = replace(self.part, files=(replace(file, tensors=records),), tensors=records)
-        source = WeightSource(selected, options=self._options, progress=self._advance(self._done))
+    def read_all(self, file: ShardFile) -> dict[str, torch.Tensor]:
+        """The file's tensors, on the device, each with memory of its own; the file is held against its digest."""
+        tensors = self._read(file, self._digests)
+        self._unverified.pop(file.path, None)
+        return tensors
+
+    def read_one(self, file: ShardFile, record: TensorRecord) -> torch.Tensor:
+        """One tensor of the file, likewise; no digest."""
+        return self._read(replace(file, tensors=(record,)), None)[record.name]
+
+    def verify_the_rest(self) -> None:
+        """Hold those files against their digests that were not read as a whole.
+
+        Raises:
+            CheckpointError: a file has another digest, or none.
+        """
+        for file in self._unverified.values():
+            part = replace(self.part, files=(file,), tensors=file.tensors)
+            for _ in WeightSource(part, options=ReadOptions(), file_digests=self._digests):
+                pass
+
+    def _read(self, file: ShardFile, digests: Mapping[Path, str] | None) -> dict[str, torch.Tensor]:
+        part = replace(self.part, files=(file,), tensors=file.tensors)
         try:
+            source = WeightSource(part, options=self._options, progress=self._advance(self._done), file_digests=digests)
             # The host may be under a default device; the reader's buffers are host memory.
             with torch.device("cpu"):
                 tensors = {name: tensor.to(self.device) for name, tensor in source}
         except CheckpointError as exc:
             self.fault = exc
             raise
-        self._done += sum(record.nbytes for record in records)
+        self._done += sum(record.nbytes for record in file.tensors)
         self.taken |= tensors.keys()
         return tensors
 
@@ -78,13 +109,14 @@ class _OpenedFile:
         self._files = files
         self._file = file
         self._records = {record.name: record for record in file.tensors}
+        self._whole: dict[str, torch.Tensor] = {}
         self.metadata = metadata
 
     def __enter__(self) -> _OpenedFile:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        return None
+        self._whole = {}
 
     def keys(self) -> list[str]:
         """Names in alphabetical order."""
@@ -96,11 +128,17 @@ class _OpenedFile:
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
         """All tensors; ``safetensors.torch.load_file`` ends here."""
-        return self._files.read(self._file, self._file.tensors)
+        return self._files.read_all(self._file)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """One tensor."""
-        return self._files.read(self._file, (self._record(name),))[name]
+        record = self._record(name)
+        if not self._files.verifies:
+            return self._files.read_one(self._file, record)
+        # A digest takes the whole file, so the first tensor brings the others.
+        if not self._whole:
+            self._whole = self.get_tensors()
+        return self._whole[name]
 
     def get_slice(self, name: str) -> _Slice:
         """One tensor, read when it is indexed."""

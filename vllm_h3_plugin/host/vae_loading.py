@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,7 @@ def streamed_vaes(
     *,
     progress: Callable[[str], Progress] = _no_progress,
     options: ReadOptions | None = None,
+    file_digests: Mapping[Path, str] | None = None,
 ) -> Iterator[list[VaeLoad]]:
     """While this is open, the host's VAE adapters get modules whose tensors were streamed to ``device``.
 
@@ -78,12 +79,14 @@ def streamed_vaes(
         device: where the host moves the VAEs. Another one costs a copy, not correctness.
         progress: called with a name at the start of each VAE; returns what :class:`WeightSource` reports to.
         options: how the files are read to a device. On the CPU each tensor is read into memory of its own instead.
+        file_digests: path as in the inventory -> SHA-256 of the file. Every file of a VAE is held against its digest,
+            whatever way the VAE was read.
 
     Yields:
         A list that holds one entry for each VAE that was built.
 
     Raises (from the host's constructor):
-        CheckpointError: a VAE's file changed or cannot be read.
+        CheckpointError: a VAE's file changed, cannot be read, or has another digest or none.
     """
     loads: list[VaeLoad] = []
 
@@ -92,7 +95,8 @@ def streamed_vaes(
             part = _part_at(partitions, Path(component_path))
             if part is None:
                 return load(component_path, *args, **kwargs)
-            files = VaeFiles(part, device, progress(f"loading {part.name}"), options)
+            report = progress(f"loading {part.name}")
+            files = VaeFiles(part, device, progress=report, options=options, digests=file_digests)
             module, result = _build(lambda: load(component_path, *args, **kwargs), files)
             loads.append(result)
             return module
@@ -120,6 +124,7 @@ def _build(build: Callable[[], nn.Module], files: VaeFiles) -> tuple[nn.Module, 
             gc.collect()
             logger.warning("%s is read in the host's way, through host memory: %s", files.part.name, reason)
             module = build()
+        files.verify_the_rest()
     finally:
         drop(file.path for file in files.part.files)
     seconds = time.perf_counter() - started
