@@ -166,6 +166,7 @@ def test_a_piece_comes_exactly_once(tmp_path: Path) -> None:
         (Piece(None, 0, 3),),
         (Piece(0, 0, 2), Piece(1, 3, 1)),
         (Piece(0, 0, 3), Piece(1, 2, 2)),
+        (Piece(0, 0, 2), Piece(1, 1, 2)),
         (Piece(0, 0, 2), Piece(0, 2, 2)),
         (),
     ],
