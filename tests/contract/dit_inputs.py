@@ -137,7 +137,7 @@ def host_dit(
     if precisions.quantized:
         quantization = H3QuantizationConfig(precisions, choose_backend(None, system_facts(device))[0])
     dit = build_dit(config, quantization, device)
-    loading.load_dit(dit, weights, weights.items(), config=config, diffusers=diffusers)
+    loading.load_dit(dit, weights, config=config, diffusers=diffusers)
     finish_loading(dit)
     loading.check_precisions(dit, "transformer", precisions)
     return dit

@@ -91,7 +91,7 @@ def test_loader_contract_notices_a_layer_that_waits_for_more(
         if (target.param, target.shard) != ("blocks.1.mlp.fc1.weight", 1):
             call(target, param, tensor)
 
-    monkeypatch.setattr(loader, "call_weight_loader", drop_one_up)
+    monkeypatch.setattr(loading, "call_weight_loader", drop_one_up)
     message = _fails(contracts.loader_contract, device)
     assert "transformer.blocks.1.mlp.fc1 is filled only in part" in message
 

@@ -14,10 +14,8 @@ from vllm_h3_plugin.checkpoint.layout import DitConfig
 from vllm_h3_plugin.checkpoint.loader import tensors_of
 from vllm_h3_plugin.checkpoint.reader import WeightSource
 from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, tiny_dit, tiny_text, write_checkpoint
-from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
-from vllm_h3_plugin.host.standalone import build_dit, finish_loading
-from vllm_h3_plugin.quantization.contract import choose_backend
-from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
+from vllm_h3_plugin.host.standalone import build_dit
+from vllm_h3_plugin.quantization import fp8
 
 CONFIG = tiny_dit(layers=2, refiner_layers=1, hidden=64, heads=4, head_dim=16, ffn=128)
 RECIPES = ("bf16", "fp8", "fp8-tensor")
@@ -68,16 +66,19 @@ def test_exchanged_tensors_are_noticed(
 
 
 def _load_by_the_host(weights: Weights, recipe: str, device: torch.device, *, diffusers: bool) -> torch.nn.Module:
-    """The host's own ``load_weights`` in place of the plugin's loader; the recipe's linear methods are the plugin's."""
-    precisions = precision_plan(recipe, CONFIG)
-    quantization = None
-    if precisions.quantized:
-        quantization = H3QuantizationConfig(precisions, choose_backend(None, system_facts(device))[0])
-    dit = build_dit(CONFIG, quantization, device)
+    """The host's own ``load_weights`` in BF16; then every weight that the recipe quantizes is quantized as a whole."""
+    dit = build_dit(CONFIG, None, device)
     if diffusers:
         dit._diffusers_weights = True  # type: ignore[assignment]
     dit.load_weights(weights.items())  # type: ignore[operator]
-    finish_loading(dit)
+    precisions = precision_plan(recipe, CONFIG)
+    for path in precisions.quantized:
+        name = path.removeprefix("transformer.")
+        if path.startswith("transformer."):
+            layer = dit.get_submodule(name)
+            q, scale = fp8.quantize_weight(layer.weight.data, precisions[path].precision, path=path)
+            layer.weight = torch.nn.Parameter(q.t(), requires_grad=False)
+            layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
     return dit
 
 

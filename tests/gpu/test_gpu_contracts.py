@@ -51,7 +51,7 @@ def test_linears_of_the_real_width_agree_with_the_reference_backend(device: torc
     for name in ("cutlass_fp8", "reference"):
         backend, _ = choose_backend(name, system_facts(device))
         dit = build_dit(config, H3QuantizationConfig(precisions, backend), device)
-        loading.load_dit(dit, source, source.items(), config=config, diffusers=False)
+        loading.load_dit(dit, source, config=config, diffusers=False)
         finish_loading(dit)
         linear = getattr(dit.blocks[0].mlp, layer)
         generator = torch.Generator(device=device).manual_seed(7)

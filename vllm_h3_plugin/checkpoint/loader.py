@@ -22,6 +22,9 @@ from vllm_h3_plugin.errors import LoadError
 Shard = str | int | None
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
+Stage = Callable[[tuple["Placement", ...], torch.Tensor], torch.Tensor]
+Put = Callable[["Placement", torch.Tensor, torch.Tensor], None]
+
 # The shard sets that fill a parameter: whole, fused gate/up, fused q/k/v.
 _COMPLETE: tuple[frozenset[Shard], ...] = (frozenset({None}), frozenset({0, 1}), frozenset({"q", "k", "v"}))
 
@@ -138,6 +141,9 @@ def fill(
     params: Mapping[str, torch.Tensor],
     tensors: Iterable[tuple[str, torch.Tensor]],
     placements: Mapping[str, tuple[Placement, ...]],
+    *,
+    stage: Stage = lambda targets, tensor: tensor,
+    put: Put | None = None,
 ) -> LoadReport:
     """Send each tensor through the weight loaders of the parameters that it fills.
 
@@ -145,10 +151,13 @@ def fill(
         params: the model's parameters by name, as passed to :func:`plan`.
         tensors: (name, tensor on the CPU) in any order; each is read once and may be reused by its source afterwards.
         placements: the result of :func:`plan`.
+        stage: gets a tensor and its placements before its rows are ordered; may move it to another device.
+        put: gets (placement, parameter, rows) instead of :func:`call_weight_loader`; may quantize before it calls it.
 
     Raises:
         LoadError: a tensor comes twice or not at all, or a weight loader cannot take what the placement needs.
     """
+    put = put or call_weight_loader
     open_shards = {(target.param, target.shard): name for name, targets in placements.items() for target in targets}
     count = nbytes = 0
     for name, tensor in tensors:
@@ -156,6 +165,7 @@ def fill(
             raise LoadError(f"tensor {name} was not planned for", why="the checkpoint changed since it was inspected")
         count += 1
         nbytes += tensor.nbytes
+        staged = stage(placements[name], tensor)
         for target in placements[name]:
             if open_shards.pop((target.param, target.shard), None) is None:
                 raise LoadError(
@@ -163,7 +173,7 @@ def fill(
                     why=f"tensor {name} came more than once",
                     fix="Run `vllm-h3 inspect` on the checkpoint.",
                 )
-            call_weight_loader(target, params[target.param], target.rows(tensor) if target.rows else tensor)
+            put(target, params[target.param], target.rows(staged) if target.rows else staged)
     if open_shards:
         (param, shard), name = next(iter(open_shards.items()))
         raise LoadError(

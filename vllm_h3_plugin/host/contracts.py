@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vllm_h3_plugin.checkpoint.layout import DitConfig, TextEncoderConfig, dit_tensors, linear_layers
 from vllm_h3_plugin.checkpoint.loader import LoadReport
 from vllm_h3_plugin.checkpoint.synthetic.spec import tiny_dit, tiny_text
+from vllm_h3_plugin.conditioning.schedule import Roles, schedule
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host import loading
+from vllm_h3_plugin.host.adaln import ADALN, LayerProjections
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.standalone import build_dit, finish_loading, single_rank
 from vllm_h3_plugin.quantization.contract import choose_backend
@@ -74,7 +77,7 @@ def load_subject(recipe_name: str, device: torch.device, config: DitConfig | Non
         quantization = H3QuantizationConfig(precision_plan, backend)
     source = random_tensors(config)
     dit = build_dit(config, quantization, device)
-    report = loading.load_dit(dit, source, source.items(), config=config, diffusers=False)
+    report = loading.load_dit(dit, source, config=config, diffusers=False)
     finish_loading(dit)
     return Subject(config, precision_plan, source, dit, report)
 
@@ -112,7 +115,7 @@ def loader_contract(device: torch.device) -> str:
     short = dict(list(subject.source.items())[1:])
     dit = build_dit(subject.config, None, device)
     try:
-        loading.load_dit(dit, short, short.items(), config=subject.config, diffusers=False)
+        loading.load_dit(dit, short, config=subject.config, diffusers=False)
     except H3Error as exc:
         _require(next(iter(subject.source)) in str(exc), "the error for a missing tensor does not name it")
     else:
@@ -152,7 +155,7 @@ def fp8_quantizer(device: torch.device) -> str:
 
 
 def adaln_bf16(device: torch.device) -> str:
-    """AdaLN stays BF16 and the six FP32 layers stay FP32 under the quantizing recipe, bit for bit."""
+    """Under the quantizing recipe AdaLN stays BF16, the six FP32 layers stay FP32, and a table is AdaLN to the bit."""
     subject = load_subject("fp8", device)
     loading.check_precisions(subject.dit, "transformer", subject.plan)
     kept = 0
@@ -160,7 +163,31 @@ def adaln_bf16(device: torch.device) -> str:
         _require(parameter.dtype is subject.source[name].dtype, f"{name} became {parameter.dtype}")
         _require(torch.equal(parameter, subject.source[name].to(device)), f"{name} changed its values")
         kept += 1
-    return f"{kept} AdaLN and FP32 tensors unchanged"
+    rows = _table_is_adaln(subject, device)
+    return f"{kept} AdaLN and FP32 tensors unchanged, {rows} table rows equal"
+
+
+def _table_is_adaln(subject: Subject, device: torch.device) -> int:
+    """Hold a table, built for a DiT without AdaLN weights, against the projections of one that has them."""
+    dit: Any = build_dit(subject.config, None, device, tables=True)
+    loading.load_dit(dit, subject.source, config=subject.config, diffusers=False)
+    finish_loading(dit)
+    steps = schedule((1.0, 0.6, 0.0), (1.0, 0.3, 0.0), Roles(image=True))
+    embedder = {name: tensor for name, tensor in subject.source.items() if name.startswith("time_embedder.")}
+    layers = LayerProjections(dit, steps, embedder)
+    for name, tensor in subject.source.items():
+        if ADALN in name:
+            layers.add(name, tensor)
+    dit.time_embedder.table = layers.finish()
+    whole: Any = subject.dit
+    with torch.inference_mode():
+        for group in steps.groups:
+            timesteps = torch.tensor(group, dtype=torch.float32, device=device)
+            rows, embedding = dit.time_embedder(timesteps), whole.time_embedder(timesteps)
+            for got, want in zip((*dit.blocks, dit.final_layer), (*whole.blocks, whole.final_layer), strict=True):
+                pairs = zip(got.adaln_proj(rows), want.adaln_proj(embedding), strict=True)
+                _require(all(torch.equal(a, b) for a, b in pairs), f"the AdaLN table differs at timesteps {group}")
+    return steps.rows
 
 
 def _unquantized(subject: Subject) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM linear method that quantizes its weight while it loads and computes through a :class:`QuantBackend`."""
+"""A vLLM linear method whose weight is resident in FP8 from the start and computes through a :class:`QuantBackend`."""
 
 from __future__ import annotations
 
@@ -7,25 +7,44 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.layers.quantization.utils.quant_utils import amax_for_tp_weight_quant
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from vllm_h3_plugin.quantization.contract import Packed, QuantBackend
-from vllm_h3_plugin.quantization.fp8 import weight_amax
+from vllm_h3_plugin.quantization.fp8 import CHUNK_ELEMENTS, E4M3
 from vllm_h3_plugin.quantization.precision import Precision
+
+_WEIGHT_BYTES, _SCALE_BYTES = torch.uint8, torch.int32
+_E4M3_NAN = 0x7F
+_FP32_NAN = 0x7FC00000
+
+
+def stored(param: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """A piece as a weight loader can copy it into a parameter that is kept as integers: its bytes, not its values."""
+    return piece.view(param.dtype) if param.dtype in (_WEIGHT_BYTES, _SCALE_BYTES) else piece
+
+
+def is_filled(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether every row of a quantized weight and every scale was written. Weights with NaN are refused earlier."""
+    if bool((scale == _FP32_NAN).any()):
+        return False
+    rows = max(1, CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    return not any(bool((part == _E4M3_NAN).any()) for part in weight.data.split(rows))
 
 
 class QuantizedLinearMethod(LinearMethodBase):
-    """Weights arrive in BF16 on the meta device's promise and leave as ``weight`` + ``weight_scale``.
+    """``weight`` in E4M3 and ``weight_scale`` in FP32, as a layer of an FP8 checkpoint has them.
 
-    The host's layer-wise loading (vllm/model_executor/model_loader/reload/layerwise.py) buffers a layer's tensors,
-    materializes the layer when the last has come, and calls :meth:`process_weights_after_loading`; so at most one
-    BF16 layer is resident beside the quantized ones.
+    The loader (``host/loading.py``) quantizes whole tensors of the checkpoint and gives both through the layer's own
+    weight loader, which takes this rank's part of them. A snapshot holds the same pairs and goes the same way. So no
+    BF16 layer is ever a parameter, and scales are those of whole tensors at any tensor-parallel size.
     """
 
-    uses_meta_device = True
+    # Until loading ends both are kept as integers of the same bytes: the host casts the text encoder's parameters to BF16
+    # after it has built them (encoder.py), which would double the weights and round the scales.
+    #
+    # The host's layer-wise online quantization keeps BF16 tensors of unfinished layers; it is not used.
+    uses_meta_device = False
 
     def __init__(self, backend: QuantBackend, precision: Precision, path: str) -> None:
         self.backend = backend
@@ -42,40 +61,41 @@ class QuantizedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register ``weight`` as ``[sum(output_partition_sizes), input_size_per_partition]`` on the meta device."""
+        """Register ``weight`` ``[N, K]`` and ``weight_scale`` ``[N, 1]`` or ``[1]``, N and K of this rank.
+
+        Both start as NaN, so that what was never filled shows (:func:`is_filled`).
+        """
         rows = sum(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = rows
         layer.orig_dtype = params_dtype
-        # weight_scale is registered by process_weights_after_loading; a bias, where there is one, by the layer itself.
+        loader = extra_weight_attrs["weight_loader"]
         weight = ModelWeightParameter(
-            data=torch.empty(rows, input_size_per_partition, device="meta", dtype=params_dtype),
+            data=torch.full((rows, input_size_per_partition), _E4M3_NAN, dtype=_WEIGHT_BYTES),
             input_dim=1,
             output_dim=0,
-            weight_loader=extra_weight_attrs["weight_loader"],
+            weight_loader=loader,
         )
         layer.register_parameter("weight", weight)
-        initialize_online_processing(layer)
+        split = rows != output_size or len(output_partition_sizes) > 1
+        channels = (rows, 1) if self.precision is Precision.FP8_CHANNEL else (1,)
+        data = torch.full(channels, _FP32_NAN, dtype=_SCALE_BYTES)
+        if self.precision is Precision.FP8_CHANNEL and split:
+            scale = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=loader)
+        else:
+            # Whole on every rank. No loader: the text encoder's row-parallel one cuts whatever it is given by columns.
+            scale = torch.nn.Parameter(data, requires_grad=False)
+        layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Quantize the materialized BF16 weight and put the resident form in its place."""
+        """Put the backend's resident form in the place of the loaded one."""
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        amax = amax_for_tp_weight_quant(weight_amax(layer.weight, self.precision), self._amax_is_sharded(layer))
-        q, scale = self.backend.quantize_weight(layer.weight, self.precision, path=self.path, amax=amax)
-        packed = self.backend.pack(q, scale)
+        packed = self.backend.pack(layer.weight.data.view(E4M3), layer.weight_scale.data.view(torch.float32))
         replace_parameter(layer, "weight", packed.weight)
         replace_parameter(layer, "weight_scale", packed.scale)
         layer._already_called_process_weights_after_loading = True
-
-    def _amax_is_sharded(self, layer: torch.nn.Module) -> bool:
-        """Whether the maxima span ranks: row-parallel always, column-parallel only for one scale per tensor."""
-        if layer.tp_size == 1:
-            return False
-        rows_split = layer.output_size != layer.output_size_per_partition
-        columns_split = layer.input_size != layer.input_size_per_partition
-        return columns_split or (rows_split and self.precision is Precision.FP8_TENSOR)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``[..., K] -> [..., N]`` in the dtype of ``x``."""

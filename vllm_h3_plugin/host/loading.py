@@ -1,23 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the checkpoint's files into the host's modules, and the proof that every parameter was filled once."""
+"""From files into the host's modules: a checkpoint's tensors, quantized on the way, or a snapshot's pieces as they are.
+
+Both ways end in the same calls. What a parameter's weight loader is given is a *piece*: one shard of the whole,
+unsharded parameter in its resident form. From a checkpoint, a piece is made: moved to the device, its rows ordered,
+quantized with the scales of whole tensors. A snapshot is the list of pieces that a load made; to load it is to make the
+same calls again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from vllm_h3_plugin.checkpoint.dit_placement import ROPE, diffusers_placement, native_placement, rope_inv_freq
+from vllm_h3_plugin.checkpoint.dit_placement import ROPE, Place, diffusers_placement, native_placement, rope_inv_freq
 from vllm_h3_plugin.checkpoint.layout import DitConfig
-from vllm_h3_plugin.checkpoint.loader import LoadReport, Placement, fill, plan, tensors_of
+from vllm_h3_plugin.checkpoint.loader import (
+    LoadReport,
+    Placement,
+    Shard,
+    call_weight_loader,
+    fill,
+    plan,
+    tensors_of,
+)
 from vllm_h3_plugin.errors import LoadError
+from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod, is_filled, stored
+from vllm_h3_plugin.quantization.fp8 import weight_amax
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
 from vllm_h3_plugin.quantization.precision import Precision
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
+Sink = Callable[[str, Shard, torch.Tensor], None]
+"""Gets (parameter, shard, piece) as each piece is made; the tensor may be reused when the call returns."""
+
+AdalnSink = Callable[[str, torch.Tensor], None]
+"""Gets (native name, tensor on the CPU) of each AdaLN tensor that is read for a table."""
+
+SCALE = "_scale"
+_ADALN = ".adaln_proj.linear."
 
 _RESIDENT_DTYPE = {
     Precision.FP32: torch.float32,
@@ -27,69 +52,290 @@ _RESIDENT_DTYPE = {
 }
 
 
-def load_dit(
-    dit: torch.nn.Module, names: Iterable[str], tensors: Tensors, *, config: DitConfig, diffusers: bool
-) -> LoadReport:
-    """Fill the host's DiT from either layout.
+@dataclass(frozen=True)
+class Piece:
+    """One call of a weight loader: which shard of which parameter, its shape and its dtype."""
+
+    param: str
+    shard: Shard
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PartLoader:
+    """Fills one module of the pipeline.
 
     Args:
-        dit: the host's ``MiniMaxH3DiTModel``, parameters still unfilled (quantized ones on the meta device).
-        names: every tensor name of the checkpoint's DiT; the load is planned from them before a tensor is read.
-        tensors: the same names with their tensors.
+        module: the host's, its parameters unfilled.
+        part: ``transformer`` or ``text_encoder``, for messages.
+        params: what has to be filled, by name, without scales.
+        tensors: (name, shape, dtype) of every tensor that the module takes from the checkpoint.
+        place: where each goes.
+
+    Raises:
+        LoadError: tensors and parameters do not match one to one; nothing has been read.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        part: str,
+        params: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        place: Place,
+    ) -> None:
+        self.module = module
+        self.part = part
+        self._params = params
+        self._tensors = tensors
+        self._methods: dict[str, QuantizedLinearMethod] = {
+            f"{name}.weight": layer.quant_method
+            for name, layer in module.named_modules()
+            if isinstance(getattr(layer, "quant_method", None), QuantizedLinearMethod)
+        }
+        self._scales = {
+            f"{param}{SCALE}": module.get_parameter(f"{param}{SCALE}") for param in self._methods if param in params
+        }
+        self.placements = plan(tensors, params, place)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every call that a load makes, in the order of the checkpoint's tensors."""
+        result = []
+        tensor_scales = set()
+        for name, targets in self.placements.items():
+            shape, dtype = self._tensors[name]
+            for target in targets:
+                whole = torch.empty(shape, dtype=dtype, device="meta")
+                rows = target.rows(whole) if target.rows else whole
+                method = self._methods.get(target.param)
+                if method is None:
+                    result.append(Piece(target.param, target.shard, tuple(rows.shape), dtype))
+                    continue
+                resident = _RESIDENT_DTYPE[method.precision]
+                result.append(Piece(target.param, target.shard, tuple(rows.shape), resident))
+                scale = target.param + SCALE
+                if method.precision is Precision.FP8_CHANNEL:
+                    result.append(Piece(scale, target.shard, (rows.shape[0], 1), torch.float32))
+                elif scale not in tensor_scales:
+                    tensor_scales.add(scale)
+                    result.append(Piece(scale, None, (1,), torch.float32))
+        return tuple(result)
+
+    def from_checkpoint(self, tensors: Tensors, *, sink: Sink = lambda param, shard, piece: None) -> LoadReport:
+        """Fill from the checkpoint's tensors, quantizing those that the recipe quantizes.
+
+        Args:
+            tensors: (name, tensor on the CPU), each valid until the next is taken.
+            sink: sees every piece.
+
+        Raises:
+            LoadError: a tensor comes twice, not at all, or does not fit.
+            RecipeError: a weight holds NaN or infinity.
+        """
+        quantizer = _Quantizer(self._methods, self._params, self._scales, sink)
+        report = fill(self._params, tensors, self.placements, stage=quantizer.stage, put=quantizer.put)
+        self._require_filled()
+        return report
+
+    def from_pieces(self, pieces: Iterable[tuple[str, Shard, torch.Tensor]]) -> LoadReport:
+        """Fill from pieces that an earlier load made; there must be one for each of :meth:`pieces`.
+
+        Raises:
+            LoadError: a piece comes twice, not at all, or does not fit.
+        """
+        waiting = {(piece.param, piece.shard) for piece in self.pieces()}
+        targets = {**self._params, **self._scales}
+        count = nbytes = 0
+        for param, shard, tensor in pieces:
+            if (param, shard) not in waiting:
+                raise LoadError(
+                    f"piece {param}[{shard}] came twice or is not the model's", why="the snapshot is foreign"
+                )
+            waiting.discard((param, shard))
+            call_weight_loader(Placement(param, shard), targets[param], stored(targets[param], tensor))
+            count += 1
+            nbytes += tensor.nbytes
+        if waiting:
+            param, shard = min(waiting, key=str)
+            raise LoadError(f"piece {param}[{shard}] never came", why=f"{len(waiting)} pieces are missing")
+        self._require_filled()
+        return LoadReport(frozenset(targets), count, nbytes)
+
+    def pack(self) -> None:
+        """Give quantized layers their backend's resident form. After this nothing can be filled again."""
+        for layer in self.module.modules():
+            method = getattr(layer, "quant_method", None)
+            if isinstance(method, QuantizedLinearMethod):
+                method.process_weights_after_loading(layer)
+
+    @property
+    def filled(self) -> frozenset[str]:
+        """Names of every parameter and buffer that a load fills, scales included."""
+        return frozenset((*self._params, *self._scales))
+
+    def _require_filled(self) -> None:
+        """A weight loader that was called and placed only a part of what it was given is noticed here."""
+        for name, tensor in tensors_of(self.module).items():
+            if tensor.is_meta:
+                raise LoadError(f"{self.part}.{name} was never materialized", why="its tensors did not come", path=name)
+        for param in self._methods:
+            if param in self._params and not is_filled(self._params[param], self._scales[param + SCALE]):
+                raise LoadError(
+                    f"{self.part}.{param.removesuffix('.weight')} is filled only in part",
+                    why="its weight loader was called for every shard and left rows or scales as they were",
+                    fix="Another plugin or a host of another version changed the layer; run `vllm-h3 doctor`.",
+                    path=f"{self.part}.{param}",
+                )
+
+
+class _Quantizer:
+    """Makes pieces of a checkpoint's tensors and hands them to the weight loaders."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, QuantizedLinearMethod],
+        params: Mapping[str, torch.Tensor],
+        scales: Mapping[str, torch.Tensor],
+        sink: Sink,
+    ) -> None:
+        self._methods = methods
+        self._params = params
+        self._scales = scales
+        self._sink = sink
+        self._waiting: dict[str, list[tuple[Placement, torch.Tensor]]] = defaultdict(list)
+
+    def stage(self, targets: tuple[Placement, ...], tensor: torch.Tensor) -> torch.Tensor:
+        """Move a tensor to the parameter's device if its rows are ordered or quantized there."""
+        worked_on = any(target.rows or target.param in self._methods for target in targets)
+        return tensor.to(self._params[targets[0].param].device) if worked_on else tensor
+
+    def put(self, target: Placement, param: torch.Tensor, rows: torch.Tensor) -> None:
+        """Quantize and place; a weight with one scale for all its shards waits until the last has come."""
+        method = self._methods.get(target.param)
+        if method is None:
+            self._place(target, param, rows)
+        elif method.precision is Precision.FP8_CHANNEL:
+            q, scale = method.backend.quantize_weight(rows, method.precision, path=method.path)
+            if scale.shape != (rows.shape[0], 1):
+                raise LoadError(
+                    f"{method.path} was quantized with {scale.numel()} scales",
+                    why=f"the recipe gives it {method.precision.value}: {rows.shape[0]} scales",
+                    fix=f"Backend {method.backend.name} does not do what it says; run `vllm-h3 doctor`.",
+                    path=method.path,
+                )
+            self._place(target, param, q)
+            self._place(Placement(target.param + SCALE, target.shard), self._scales[target.param + SCALE], scale)
+        else:
+            self._put_with_shared_scale(method, target, param, rows)
+
+    def _put_with_shared_scale(
+        self, method: QuantizedLinearMethod, target: Placement, param: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        shards = self._waiting[target.param]
+        # The source may reuse its memory before the last shard comes.
+        shards.append((target, rows.clone()))
+        wanted = {None: 1, 0: 2, 1: 2}.get(target.shard, 3)  # type: ignore[arg-type]
+        if len(shards) < wanted:
+            return
+        del self._waiting[target.param]
+        amax = torch.stack([weight_amax(rows, method.precision) for _, rows in shards]).amax(dim=0)
+        for shard_target, shard_rows in shards:
+            q, scale = method.backend.quantize_weight(shard_rows, method.precision, path=method.path, amax=amax)
+            self._place(shard_target, param, q)
+        self._place(Placement(target.param + SCALE), self._scales[target.param + SCALE], scale)
+
+    def _place(self, target: Placement, param: torch.Tensor, piece: torch.Tensor) -> None:
+        call_weight_loader(target, param, stored(param, piece))
+        self._sink(target.param, target.shard, piece)
+
+
+def dit_loader(
+    dit: torch.nn.Module,
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    *,
+    config: DitConfig,
+    diffusers: bool,
+) -> PartLoader:
+    """The loader of the host's DiT, for either layout.
+
+    Args:
+        dit: the host's ``MiniMaxH3DiTModel``; one without AdaLN weights takes no AdaLN tensors.
+        tensors: (shape, dtype) of every tensor of the checkpoint's DiT.
         config: the checkpoint's DiT config.
         diffusers: whether the names are those of the Diffusers layout.
 
     Raises:
-        LoadError: see :mod:`vllm_h3_plugin.checkpoint.loader`.
+        LoadError: see :class:`PartLoader`.
     """
+    place = dit_place(config, diffusers)
+    wanted = dict(tensors)
     if diffusers:
-        names = (*names, ROPE)
-        tensors = _with_rope(tensors, config)
-    place = diffusers_placement(config) if diffusers else native_placement(config)
-    params = tensors_of(dit)
-    report = fill(params, tensors, plan(names, params, place))
-    require_complete(dit, "transformer")
-    return report
+        wanted[ROPE] = ((config.rope_inv_freq_len,), torch.float32)
+    params = {name: tensor for name, tensor in tensors_of(dit).items() if not name.endswith(f".weight{SCALE}")}
+    if not any(_ADALN in name for name in params):
+        wanted = {name: facts for name, facts in wanted.items() if adaln_name(name, place) is None}
+    return PartLoader(dit, "transformer", params, wanted, place)
 
 
-def _with_rope(tensors: Tensors, config: DitConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from tensors
-    yield ROPE, rope_inv_freq(config.rope_inv_freq_len)
+def dit_place(config: DitConfig, diffusers: bool) -> Place:
+    """Where tensors of a DiT go, for either layout."""
+    return diffusers_placement(config) if diffusers else native_placement(config)
 
 
-def load_text_encoder(encoder: Any, names: Iterable[str], tensors: Tensors) -> LoadReport:
-    """Fill the host's text encoder; its own name map says what goes where (encoder.py ``_map_weight_name``)."""
+def adaln_name(name: str, place: Place) -> str | None:
+    """Native name of an AdaLN tensor of either layout; None for any other tensor."""
+    targets = place(name) or ()
+    return next((target.param for target in targets if _ADALN in target.param), None)
+
+
+def dit_stream(
+    tensors: Tensors, *, config: DitConfig, diffusers: bool, adaln: AdalnSink | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A DiT's tensors for :meth:`PartLoader.from_checkpoint`: AdaLN is led aside if asked, and RoPE is put in.
+
+    Args:
+        adaln: gets the AdaLN tensors; None: they stay in the stream.
+    """
+    place = dit_place(config, diffusers)
+    for name, tensor in tensors:
+        native = adaln_name(name, place) if adaln else None
+        if adaln is not None and native is not None:
+            adaln(native, tensor)
+        else:
+            yield name, tensor
+    if diffusers:
+        yield ROPE, rope_inv_freq(config.rope_inv_freq_len)
+
+
+def text_encoder_loader(encoder: Any, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> PartLoader:
+    """The loader of the host's text encoder, whose own name map says what goes where (encoder.py)."""
 
     def place(name: str) -> tuple[Placement, ...]:
         mapped = encoder._map_weight_name(name)
         return () if mapped is None else (Placement(*mapped),)
 
-    params = dict(encoder.named_parameters())
-    report = fill(params, tensors, plan(names, params, place))
-    require_complete(encoder, "text_encoder")
-    return report
+    params = {name: p for name, p in encoder.named_parameters() if not name.endswith(f".weight{SCALE}")}
+    return PartLoader(encoder, "text_encoder", params, tensors, place)
 
 
-def require_complete(module: torch.nn.Module, part: str) -> None:
-    """Refuse a layer that the host's layer-wise loading still waits for.
+def load_dit(
+    dit: torch.nn.Module, source: Mapping[str, torch.Tensor], *, config: DitConfig, diffusers: bool
+) -> LoadReport:
+    """Fill a DiT from tensors in memory: for the contract checks, tests and measurements."""
+    loader = dit_loader(dit, facts_of(source), config=config, diffusers=diffusers)
+    kept = source if any(_ADALN in name for name in loader.filled) else without_adaln(source, config, diffusers)
+    return loader.from_checkpoint(dit_stream(kept.items(), config=config, diffusers=diffusers))
 
-    The host would finalize it as it is, rows unfilled (layerwise.py ``finalize_layerwise_processing``).
 
-    Raises:
-        LoadError: names the layer and how much of it came.
-    """
-    for name, layer in module.named_modules():
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.load_numel_total:
-            raise LoadError(
-                f"{part}.{name} is filled only in part",
-                why=f"{info.load_numel} of {info.load_numel_total} elements came",
-                fix="Run `vllm-h3 inspect` on the checkpoint, and `vllm-h3 doctor` on the host.",
-                path=f"{part}.{name}",
-            )
-    for name, tensor in tensors_of(module).items():
-        if tensor.is_meta:
-            raise LoadError(f"{part}.{name} was never materialized", why="its tensors did not come", path=name)
+def without_adaln(source: Mapping[str, torch.Tensor], config: DitConfig, diffusers: bool) -> dict[str, torch.Tensor]:
+    """The tensors that are no AdaLN's."""
+    place = dit_place(config, diffusers)
+    return {name: tensor for name, tensor in source.items() if adaln_name(name, place) is None}
+
+
+def facts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of tensors in memory."""
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def check_precisions(module: torch.nn.Module, part: str, plan: PrecisionPlan) -> dict[str, int]:
@@ -124,3 +370,11 @@ def check_precisions(module: torch.nn.Module, part: str, plan: PrecisionPlan) ->
             )
         counts[precision.value] = counts.get(precision.value, 0) + 1
     return counts
+
+
+def shapes_of(part: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """(shape, dtype) of a part's tensors that are used, from its headers."""
+    from vllm_h3_plugin.checkpoint.reader import TORCH_DTYPES
+
+    records: Sequence[Any] = [record for record in part.tensors if record.name not in part.ignored]
+    return {record.name: (record.shape, TORCH_DTYPES[record.dtype]) for record in records}

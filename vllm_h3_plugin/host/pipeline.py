@@ -7,24 +7,26 @@ Registered under the host's architecture and class name: TeaCache, Cache-DiT, re
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
-from vllm_h3_plugin import __version__
-from vllm_h3_plugin.checkpoint.loader import LoadReport
-from vllm_h3_plugin.checkpoint.reader import WeightSource
+from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.errors import UsageError
-from vllm_h3_plugin.host import loading, run_state
+from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.host.adaln import AdalnTables, adaln_from_tables
+from vllm_h3_plugin.host.measured import measured_memory
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
+from vllm_h3_plugin.host.schedules import default_schedule, refuse_what_tables_cannot_serve, schedule_of
 from vllm_h3_plugin.host.session import Session, open_session
+from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.pins import installed_host
+from vllm_h3_plugin.quantization.recipe import Adaln
 
 # The registry resolves the post-process function in the module that it finds the class in (diffusion/registry.py:834).
 get_minimax_h3_post_process_func = host_pipeline.get_minimax_h3_post_process_func
@@ -68,15 +70,25 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         session = open_session(od_config)
+        tables = session.plan.recipe.adaln is Adaln.TABLE
+        if tables:
+            refuse_what_tables_cannot_serve(od_config)
         # The host's override hook cannot see which model it builds for, so the config is replaced here, before the
         # layers ask for it. None is what the host has for an unquantized model.
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
-        super().__init__(od_config=od_config, prefix=prefix)
+        with adaln_from_tables() if tables else nullcontext():
+            super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
+        self._settings = settings.load()
         self._progress = Progress()
+        self._tables: Mapping[str, AdalnTables] = {}
         for name in self._dit_modules:
-            self._progress.watch(getattr(self, name))
+            dit = getattr(self, name)
+            self._progress.watch(dit)
+            if tables and hasattr(dit, "adaln_cache"):
+                # The host's memo of projections: there is nothing to project, and it would hash the rows each step.
+                dit.adaln_cache = None
         refuse_what_the_loader_skips(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -89,49 +101,37 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
             CheckpointError, LoadError: a file that changed or a parameter that is not filled exactly once.
         """
         del weights
-        started = time.perf_counter()
-        loaded: set[str] = set()
-        counts: dict[str, dict[str, int]] = {}
-        total = 0
-        for source in self.weights_sources:
-            part = source.prefix.rstrip(".")
-            report = self._load_part(part, Path(source.model_or_path) / (source.subfolder or ""))
-            loaded |= {f"{source.prefix}{name}" for name in report.params}
-            total += report.nbytes
-            module = getattr(self, part)
-            plan_part = "text_encoder" if part == "text_encoder" else "transformer"
-            counts[part] = loading.check_precisions(module, plan_part, self._session.plan)
+        loading = WeightLoading(
+            self,
+            self._session,
+            self._settings,
+            self._progress,
+            rank=int(os.environ.get("RANK", "0")),
+            default_schedule={name: default_schedule(self, name) for name in self._dit_modules},
+        )
+        loaded = loading.load()
+        self._tables = loading.tables
+        for name in self._dit_modules:
+            getattr(self, name).post_load_weights()
+        filled = set(loaded.filled)
         for part in ("video_vae", "audio_vae"):
             # Filled by the host in __init__ (pipeline_minimax_h3.py:1061); named, so that its loader misses nothing.
             module = getattr(self, part)
             if module is not None:
-                loaded |= {f"{part}.{name}" for name, _ in module.named_parameters()}
-        self._report(counts, total, time.perf_counter() - started)
-        return loaded
+                filled |= {f"{part}.{name}" for name, _ in module.named_parameters()}
+        self._report(loaded)
+        return filled
 
-    def _load_part(self, module_name: str, folder: Path) -> LoadReport:
-        """Fill one module of the pipeline (``transformer``, ``transformers_ref``, ``text_encoder``) from its folder."""
-        partition = next(p for p in self._session.inventory.partitions if p.path.samefile(folder.parent))
-        part = partition.part(folder.name)
-        names = [tensor.name for tensor in part.tensors if tensor.name not in part.ignored]
-        source = WeightSource(part, progress=self._progress.loading(f"loading {module_name}"))
-        if module_name == "text_encoder":
-            return loading.load_text_encoder(self.text_encoder, names, source)
-        dit = getattr(self, module_name)
-        assert partition.dit is not None  # the inventory is clean
-        report = loading.load_dit(dit, names, source, config=partition.dit, diffusers=part.layout == "diffusers")
-        dit.post_load_weights()
-        return report
-
-    def _report(self, counts: dict[str, dict[str, int]], nbytes: int, seconds: float) -> None:
+    def _report(self, loaded: Loaded) -> None:
         session = self._session
         rank = int(os.environ.get("RANK", "0"))
         logger.info(
-            "H3 loaded: %.2f GiB read in %.1f s, recipe %s, layers %s",
-            nbytes / 2**30,
-            seconds,
+            "H3 loaded from %s: %.2f GiB read in %.1f s, recipe %s, layers %s",
+            loaded.origin,
+            loaded.nbytes / 2**30,
+            loaded.seconds["total"],
             session.plan.recipe.name,
-            counts,
+            loaded.layers,
         )
         run_state.write(
             f"worker-{rank}.json",
@@ -141,15 +141,29 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
                 "rank": rank,
                 "pid": os.getpid(),
                 "recipe": session.plan.recipe.name,
+                "adaln": session.plan.recipe.adaln.value,
                 "backend": session.backend.name if session.backend else None,
                 "backend_reason": session.backend_reason,
-                "layers": counts,
+                "layers": loaded.layers,
                 "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
-                "read_bytes": nbytes,
-                "load_s": round(seconds, 3),
+                "load": summary(loaded),
+                "memory": measured_memory(self),
                 "supported_tasks": sorted(self.supported_tasks),
             },
         )
+
+    def _build_denoise_inputs(self, **kwargs: Any) -> Any:
+        """The host's; the table of its schedule is made ready before the first step."""
+        inputs = super()._build_denoise_inputs(**kwargs)
+        dit = (
+            "transformers_ref" if self._transformer_for_task(kwargs["task"]) is not self.transformer else "transformer"
+        )
+        tables = self._tables.get(dit)
+        if tables is not None:
+            self._progress.phase("building table")
+            tables.activate(schedule_of(inputs), self._progress.loading("building table"))
+            self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
+        return inputs
 
     def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, announced."""

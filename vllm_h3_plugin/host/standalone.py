@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +17,13 @@ import torch
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin.checkpoint.layout import DitConfig
+from vllm_h3_plugin.host.adaln import adaln_from_tables, finish_loading
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
+
+__all__ = ["build_dit", "describe_platform", "finish_loading", "platform_device", "single_rank"]
 
 
 def platform_device() -> torch.device:
@@ -59,10 +61,15 @@ def single_rank() -> Iterator[torch.device]:
         torch.set_default_dtype(dtype)
 
 
-def build_dit(config: DitConfig, quantization: H3QuantizationConfig | None, device: torch.device) -> torch.nn.Module:
+def build_dit(
+    config: DitConfig, quantization: H3QuantizationConfig | None, device: torch.device, *, tables: bool = False
+) -> torch.nn.Module:
     """The host's DiT with unfilled parameters, as the pipeline builds it.
 
     Needs :func:`single_rank` around it.
+
+    Args:
+        tables: whether it reads AdaLN from tables and has no weights of it.
     """
     from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
 
@@ -71,13 +78,5 @@ def build_dit(config: DitConfig, quantization: H3QuantizationConfig | None, devi
         parallel_config=SimpleNamespace(ulysses_degree=1, ring_degree=1),
         cache_config={},
     )
-    with device:
+    with device, adaln_from_tables() if tables else nullcontext():
         return MiniMaxH3DiTModel(od_config, quantization)
-
-
-def finish_loading(module: torch.nn.Module) -> None:
-    """What the host does once all tensors have come (diffusers_loader.py ``_process_weights_after_loading``)."""
-    for layer in module.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            method.process_weights_after_loading(layer)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timesteps of a request, from what the host prepared for its denoise loop; and what no table can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_omni.diffusion.models.minimax_h3 import time_request
+from vllm_omni.errors import OmniClientError
+
+from vllm_h3_plugin.conditioning.schedule import Roles, Schedule, schedule
+from vllm_h3_plugin.errors import UsageError
+
+DEFAULT_STEPS = 50
+"""Steps of a request that names none (pipeline_minimax_h3.py ``_resolve_sigma_positions``)."""
+
+RESIDENT_HINT = 'Serve with a recipe that has "adaln": "resident" for it; that keeps 24.3 GiB more on the device.'
+
+
+def schedule_of(inputs: Mapping[str, Any]) -> Schedule:
+    """The schedule of a request.
+
+    Args:
+        inputs: what the host's ``_build_denoise_inputs`` returns.
+
+    Raises:
+        OmniClientError: a latent-mask edit, which gives each row a timestep of its own.
+    """
+    if inputs.get("video_edit") is not None or inputs.get("audio_edit") is not None:
+        error = UsageError(
+            "a latent-mask edit",
+            why="it gives every row a timestep of its own, and AdaLN is kept as a table of the schedule's timesteps",
+            fix=RESIDENT_HINT,
+        )
+        raise OmniClientError(str(error)) from error
+    branch = inputs["branch"]
+    roles = Roles(
+        audio=bool(branch.audio_update_mask.any()),
+        image=not bool(branch.update_mask.all()),
+        reference_audio=not bool(branch.audio_update_mask.all()),
+        locked_audio=getattr(branch, "locked_audio_rows", None) is not None,
+    )
+    return schedule(inputs["sigmas_video"], inputs["sigmas_audio"], roles)
+
+
+def default_schedule(pipeline: Any, dit: str) -> Schedule:
+    """The schedule of a request that names nothing but a prompt.
+
+    Args:
+        pipeline: the host's, built.
+        dit: ``transformer`` or ``transformers_ref``.
+    """
+    reference_only = dit == "transformers_ref" or "t2va" not in pipeline.supported_tasks
+    positions = pipeline._base_schedule_for_task("ref2va" if reference_only else "t2va")
+    steps = DEFAULT_STEPS if positions is None else positions.num_inference_steps
+    sigmas = [
+        time_request.minimax_h3_time_shift_sigmas(
+            num_steps=steps,
+            shift_scale=shift,
+            base_schedule=None if positions is None else positions.base_schedule,
+        )
+        for shift in (pipeline.default_video_shift, pipeline.default_audio_shift)
+    ]
+    return schedule(sigmas[0], sigmas[1], Roles(image=reference_only))
+
+
+def refuse_what_tables_cannot_serve(od_config: Any) -> None:
+    """Stop before anything is built where the server was asked to mix requests within one forward.
+
+    Raises:
+        UsageError: step-wise execution, whose forwards pack rows of several schedules.
+    """
+    if getattr(od_config, "step_execution", False):
+        raise UsageError(
+            "step-wise execution (--step-execution) with AdaLN as a table",
+            why="a forward would pack rows of several requests, each at its own step",
+            fix=f"Serve without it. {RESIDENT_HINT}",
+        )
