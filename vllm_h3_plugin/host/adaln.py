@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's DiT without AdaLN weights: modules that read a table, and what fills it.
+"""Tables for a DiT without AdaLN weights: built through the host's own projection, found again, made the active one.
 
-While the DiT is built, :func:`adaln_from_tables` puts two classes in the place of the host's: a timestep embedder that
-answers with the table's rows of the step at hand, and a projection without parameters that picks its layer's part of
-them. Everything between them (the blocks, TeaCache's extractor, Cache-DiT, regional compile) passes the rows on as it
-passes the host's timestep embedding.
-
-To build a table, the host's own projection is made for one layer at a time, filled through its own weight loader and
-called with the rows of one step at a time, so that each value is what the eager host computes, to the bit, on any
-device and at any tensor-parallel size.
+To build a table, the host's projection is made for one layer at a time, filled through its own weight loader and called
+with the rows of one step at a time, so that each value is what the eager host computes, to the bit, on any device and
+at any tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -28,92 +23,15 @@ from vllm_h3_plugin.checkpoint.loader import Placement, call_weight_loader
 from vllm_h3_plugin.conditioning.schedule import Schedule
 from vllm_h3_plugin.conditioning.store import TableStore
 from vllm_h3_plugin.conditioning.table import FINAL, AdalnTable, TableBuilder, TableShape
-from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.host.adaln_modules import HostProjection, HostTimeEmbedder
 
 logger = init_logger(__name__)
-
-# The host's own classes, whatever stands in their place while a DiT is built.
-_HostProjection = host_dit.MiniMaxH3AdalnProj
-_HostTimeEmbedder = host_dit.MiniMaxH3TimeEmbedder
 
 ADALN = ".adaln_proj.linear."
 """Part of every native name of an AdaLN tensor."""
 
 # (native name, tensor) of every AdaLN tensor; the second argument reports bytes done and in all.
 Stream = Callable[[Callable[[int, int], None]], Iterable[tuple[str, torch.Tensor]]]
-
-
-class TableTimeEmbedder(_HostTimeEmbedder):
-    """The host's timestep embedder, answering with table rows. Its parameters are the host's, under the same names."""
-
-    table: AdalnTable | None = None
-
-    def forward(self, t: torch.Tensor) -> torch.Tensor:
-        """``[M]`` sorted distinct timesteps -> ``[M, width]`` BF16, a view of the table.
-
-        Raises:
-            UsageError: the rows of this step follow no schedule, or no table was made.
-        """
-        if self.table is None:
-            raise UsageError(
-                "the DiT was called without an AdaLN table",
-                why="a table is made for each request by the pipeline",
-                fix='Use a recipe with "adaln": "resident" to call the DiT by itself.',
-            )
-        # The host has just waited for torch.unique, so reading its few values waits for nothing more.
-        return self.table.rows(t.tolist())
-
-
-class TableProjection(nn.Module):
-    """``MiniMaxH3AdalnProj`` without weights: takes its layer's part of the rows. Same arguments, same result."""
-
-    def __init__(
-        self,
-        arch: Any,
-        out_features: int,
-        quant_config: Any,
-        *,
-        expand_ratio: int,
-        modality_num: int,
-        prefix: str,
-        adaln_cache: Any = None,
-    ) -> None:
-        super().__init__()
-        del quant_config, adaln_cache
-        self.expand_ratio = expand_ratio
-        self.modality_num = modality_num
-        self.hidden_size = arch.hidden_size
-        shape = TableShape(arch.num_layers, arch.adaln_out_features, arch.final_adaln_out_features)
-        layer = shape.layer_of(prefix)
-        self.final = layer == FINAL
-        self.blocks = (shape.layers, shape.block)
-        # A tensor, and no number: a compiled block would be compiled again for every number it meets.
-        self.register_buffer("layer", torch.tensor([max(layer, 0)]), persistent=False)
-
-    def forward(self, t_emb: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``[M, width]`` rows of the table -> ``expand_ratio`` tensors of ``[M * modality_num, H]``."""
-        layers, width = self.blocks
-        if self.final:
-            x = t_emb[:, layers * width :]
-        else:
-            x = t_emb[:, : layers * width].unflatten(1, (layers, width)).index_select(1, self.layer)
-        x = x.reshape(t_emb.shape[0] * self.modality_num, self.expand_ratio * self.hidden_size)
-        return tuple(x.chunk(self.expand_ratio, dim=-1))
-
-
-@contextmanager
-def adaln_from_tables() -> Iterator[None]:
-    """DiTs that are built inside have no AdaLN weights."""
-    host_dit.MiniMaxH3AdalnProj, host_dit.MiniMaxH3TimeEmbedder = TableProjection, TableTimeEmbedder
-    try:
-        yield
-    finally:
-        host_dit.MiniMaxH3AdalnProj, host_dit.MiniMaxH3TimeEmbedder = _HostProjection, _HostTimeEmbedder
-
-
-def uses_tables(dit: nn.Module) -> bool:
-    """Whether a DiT was built under :func:`adaln_from_tables`."""
-    return isinstance(dit.time_embedder, TableTimeEmbedder)
 
 
 class LayerProjections:
@@ -162,7 +80,7 @@ class LayerProjections:
     def _time_embedder(self, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
         """The host's embedder, apart from the DiT's own, which is not ready before the host has finished loading."""
         with _host_defaults(self._device):
-            embedder: nn.Module = _HostTimeEmbedder(self._arch, prefix="time_embedder")
+            embedder: nn.Module = HostTimeEmbedder(self._arch, prefix="time_embedder")
         params = dict(embedder.named_parameters())
         for name, tensor in tensors.items():
             name = name.removeprefix("time_embedder.")
@@ -175,7 +93,7 @@ class LayerProjections:
     def _projection(self, module: str) -> nn.Module:
         block = self._shape.layer_of(module) != FINAL
         with _host_defaults(self._device):
-            return _HostProjection(
+            return HostProjection(
                 self._arch,
                 self._shape.block if block else self._shape.final,
                 None,

@@ -40,8 +40,8 @@ class QuantizedLinearMethod(LinearMethodBase):
     BF16 layer is ever a parameter, and scales are those of whole tensors at any tensor-parallel size.
     """
 
-    # Until loading ends both are kept as integers of the same bytes: the host casts the text encoder's parameters to BF16
-    # after it has built them (encoder.py), which would double the weights and round the scales.
+    # Until loading ends both are kept as integers of the same bytes: the host casts the text encoder's parameters to
+    # BF16 after it has built them (encoder.py), which would double the weights and round the scales.
     #
     # The host's layer-wise online quantization keeps BF16 tensors of unfinished layers; it is not used.
     uses_meta_device = False

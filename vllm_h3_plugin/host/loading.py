@@ -9,7 +9,6 @@ same calls again.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,18 +29,14 @@ from vllm_h3_plugin.checkpoint.loader import (
 )
 from vllm_h3_plugin.errors import LoadError
 from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod, is_filled, stored
-from vllm_h3_plugin.quantization.fp8 import weight_amax
+from vllm_h3_plugin.host.quantizer import SCALE, Quantizer, Sink
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
 from vllm_h3_plugin.quantization.precision import Precision
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-Sink = Callable[[str, Shard, torch.Tensor], None]
-"""Gets (parameter, shard, piece) as each piece is made; the tensor may be reused when the call returns."""
-
 AdalnSink = Callable[[str, torch.Tensor], None]
 """Gets (native name, tensor on the CPU) of each AdaLN tensor that is read for a table."""
 
-SCALE = "_scale"
 _ADALN = ".adaln_proj.linear."
 
 _RESIDENT_DTYPE = {
@@ -132,7 +127,7 @@ class PartLoader:
             LoadError: a tensor comes twice, not at all, or does not fit.
             RecipeError: a weight holds NaN or infinity.
         """
-        quantizer = _Quantizer(self._methods, self._params, self._scales, sink)
+        quantizer = Quantizer(self._methods, self._params, self._scales, sink)
         report = fill(self._params, tensors, self.placements, stage=quantizer.stage, put=quantizer.put)
         self._require_filled()
         return report
@@ -186,67 +181,6 @@ class PartLoader:
                     fix="Another plugin or a host of another version changed the layer; run `vllm-h3 doctor`.",
                     path=f"{self.part}.{param}",
                 )
-
-
-class _Quantizer:
-    """Makes pieces of a checkpoint's tensors and hands them to the weight loaders."""
-
-    def __init__(
-        self,
-        methods: Mapping[str, QuantizedLinearMethod],
-        params: Mapping[str, torch.Tensor],
-        scales: Mapping[str, torch.Tensor],
-        sink: Sink,
-    ) -> None:
-        self._methods = methods
-        self._params = params
-        self._scales = scales
-        self._sink = sink
-        self._waiting: dict[str, list[tuple[Placement, torch.Tensor]]] = defaultdict(list)
-
-    def stage(self, targets: tuple[Placement, ...], tensor: torch.Tensor) -> torch.Tensor:
-        """Move a tensor to the parameter's device if its rows are ordered or quantized there."""
-        worked_on = any(target.rows or target.param in self._methods for target in targets)
-        return tensor.to(self._params[targets[0].param].device) if worked_on else tensor
-
-    def put(self, target: Placement, param: torch.Tensor, rows: torch.Tensor) -> None:
-        """Quantize and place; a weight with one scale for all its shards waits until the last has come."""
-        method = self._methods.get(target.param)
-        if method is None:
-            self._place(target, param, rows)
-        elif method.precision is Precision.FP8_CHANNEL:
-            q, scale = method.backend.quantize_weight(rows, method.precision, path=method.path)
-            if scale.shape != (rows.shape[0], 1):
-                raise LoadError(
-                    f"{method.path} was quantized with {scale.numel()} scales",
-                    why=f"the recipe gives it {method.precision.value}: {rows.shape[0]} scales",
-                    fix=f"Backend {method.backend.name} does not do what it says; run `vllm-h3 doctor`.",
-                    path=method.path,
-                )
-            self._place(target, param, q)
-            self._place(Placement(target.param + SCALE, target.shard), self._scales[target.param + SCALE], scale)
-        else:
-            self._put_with_shared_scale(method, target, param, rows)
-
-    def _put_with_shared_scale(
-        self, method: QuantizedLinearMethod, target: Placement, param: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        shards = self._waiting[target.param]
-        # The source may reuse its memory before the last shard comes.
-        shards.append((target, rows.clone()))
-        wanted = {None: 1, 0: 2, 1: 2}.get(target.shard, 3)  # type: ignore[arg-type]
-        if len(shards) < wanted:
-            return
-        del self._waiting[target.param]
-        amax = torch.stack([weight_amax(rows, method.precision) for _, rows in shards]).amax(dim=0)
-        for shard_target, shard_rows in shards:
-            q, scale = method.backend.quantize_weight(shard_rows, method.precision, path=method.path, amax=amax)
-            self._place(shard_target, param, q)
-        self._place(Placement(target.param + SCALE), self._scales[target.param + SCALE], scale)
-
-    def _place(self, target: Placement, param: torch.Tensor, piece: torch.Tensor) -> None:
-        call_weight_loader(target, param, stored(param, piece))
-        self._sink(target.param, target.shard, piece)
 
 
 def dit_loader(

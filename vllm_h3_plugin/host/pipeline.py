@@ -9,22 +9,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
 from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
-from vllm_h3_plugin.host.adaln import AdalnTables, adaln_from_tables
+from vllm_h3_plugin.host.adaln import AdalnTables
+from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.measured import measured_memory
+from vllm_h3_plugin.host.memory_watch import MemoryWatch
+from vllm_h3_plugin.host.parts import file_digests, read_options
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import default_schedule, refuse_what_tables_cannot_serve, schedule_of
 from vllm_h3_plugin.host.session import Session, open_session
+from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
+from vllm_h3_plugin.memory.weights import predict_resident
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
 
@@ -77,15 +84,30 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
         # layers ask for it. None is what the host has for an unquantized model.
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
-        with adaln_from_tables() if tables else nullcontext():
+        device, values, progress = get_local_device(), settings.load(), Progress()
+        watch = MemoryWatch.for_session(session, device)
+        watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes)
+        with (
+            streamed_vaes(
+                session.inventory.partitions,
+                device,
+                progress=progress.loading,
+                options=read_options(values, device),
+                file_digests=file_digests(values, session.inventory),
+            ) as vaes,
+            adaln_from_tables() if tables else nullcontext(),
+        ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
-        self._settings = settings.load()
-        self._progress = Progress()
+        self._settings = values
+        self._progress = progress
+        self._watch = watch
+        self._vaes = vaes
         self._tables: Mapping[str, AdalnTables] = {}
         for name in self._dit_modules:
             dit = getattr(self, name)
-            self._progress.watch(dit)
+            progress.watch(dit)
+            watch.install(dit)
             if tables and hasattr(dit, "adaln_cache"):
                 # The host's memo of projections: there is nothing to project, and it would hash the rows each step.
                 dit.adaln_cache = None
@@ -146,7 +168,7 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
                 "backend_reason": session.backend_reason,
                 "layers": loaded.layers,
                 "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
-                "load": summary(loaded),
+                "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
                 "memory": measured_memory(self),
                 "supported_tasks": sorted(self.supported_tasks),
             },
@@ -173,16 +195,25 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
     def diffuse(self, **kwargs: Any) -> Any:
         """The host's, with its steps counted."""
         self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
+        self._watch.expect(kwargs)
         return super().diffuse(**kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, announced."""
         self._progress.phase("decoding")
+        self._watch.check()
         return super().decode(*args, **kwargs)
 
+    def decode_to_mp4(self, *args: Any, **kwargs: Any) -> Any:
+        """The host's (0.30: decode and encode in the worker), announced."""
+        self._progress.phase("decoding and encoding")
+        self._watch.check()
+        return super().decode_to_mp4(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's, with its end announced whether it succeeds or fails."""
+        """The host's, watched for memory, with its end announced whether it succeeds or fails."""
         try:
-            return super().forward(*args, **kwargs)
+            with self._watch.request():
+                return super().forward(*args, **kwargs)
         finally:
             self._progress.phase("idle")

@@ -20,7 +20,8 @@ from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin.checkpoint.layout import DitConfig
-from vllm_h3_plugin.host.adaln import adaln_from_tables, finish_loading
+from vllm_h3_plugin.host.adaln import finish_loading
+from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 
 __all__ = ["build_dit", "describe_platform", "finish_loading", "platform_device", "single_rank"]

@@ -65,5 +65,5 @@ def test_the_digest_follows_values_and_grouping_and_not_the_label() -> None:
 
 
 def test_schedules_of_different_lengths_are_a_programming_error() -> None:
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         schedule((1.0, 0.0), (1.0, 0.5, 0.0), Roles())
