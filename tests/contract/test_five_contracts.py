@@ -13,7 +13,7 @@ import torch
 
 from vllm_h3_plugin.checkpoint import dit_placement, loader
 from vllm_h3_plugin.errors import H3Error, LoadError
-from vllm_h3_plugin.host import contracts, linear_method, loading, quant_config
+from vllm_h3_plugin.host import contracts, linear_method, loading, quant_config, quantizer
 from vllm_h3_plugin.quantization import fp8
 from vllm_h3_plugin.quantization.precision import Precision
 
@@ -91,7 +91,7 @@ def test_loader_contract_notices_a_layer_that_waits_for_more(
         if (target.param, target.shard) != ("blocks.1.mlp.fc1.weight", 1):
             call(target, param, tensor)
 
-    monkeypatch.setattr(loading, "call_weight_loader", drop_one_up)
+    monkeypatch.setattr(quantizer, "call_weight_loader", drop_one_up)
     message = _fails(contracts.loader_contract, device)
     assert "transformer.blocks.1.mlp.fc1 is filled only in part" in message
 
