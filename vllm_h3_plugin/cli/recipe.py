@@ -73,6 +73,7 @@ def show(
       vllm-h3 recipe show /models/H3/FL2VA --json | jq .total.gib
     """
     from vllm_h3_plugin.checkpoint.layout import DitConfig, TextEncoderConfig, linear_layers
+    from vllm_h3_plugin.memory.table import DEFAULT_STEPS, default_table
     from vllm_h3_plugin.quantization.footprint import GIB, Weight, grouped, linear_weights, other_weights, total_of
     from vllm_h3_plugin.quantization.plan import plan
     from vllm_h3_plugin.quantization.precision import Precision
@@ -95,6 +96,13 @@ def show(
     linears = linear_layers(dit, text)
     layers = linear_weights(plan(chosen, linears), linears)
     weights = [*layers, *other_weights(dit, text), *vaes]
+    unit, size = ("GiB", GIB) if total_of(weights).nbytes >= GIB else ("MiB", 2**20)
+    table = default_table(chosen, dit)
+    if table is not None:
+        notes.append(
+            f"AdaLN's weights stay on disk. In their place {table.nbytes / size:.2f} {unit} of table for a prompt of "
+            f"{DEFAULT_STEPS} steps come on top: `vllm-h3 memory` adds it all up."
+        )
     parts = {name: [w for w in weights if w.part == name] for name in dict.fromkeys(w.part for w in weights)}
     precisions = {p.value: [w for w in weights if w.precision is p] for p in Precision}
     shown = layers if every else grouped(layers)
@@ -113,7 +121,6 @@ def show(
     console = stdout()
     console.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.print(f"{chosen.source}; goes with {_flag(chosen)}; AdaLN {chosen.adaln.value}\n", markup=False)
-    unit, size = ("GiB", GIB) if total_of(weights).nbytes >= GIB else ("MiB", 2**20)
 
     def line(group: Iterable[Weight]) -> tuple[str, str]:
         total = total_of(group)

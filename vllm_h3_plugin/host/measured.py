@@ -24,15 +24,20 @@ def measured_memory(pipeline: Any) -> dict[str, Any]:
     tables = sum(table.store.nbytes for table in pipeline._tables.values())
     if tables:
         parts["adaln"] = parts.get("adaln", 0) + tables
-    device: torch.device = pipeline.device
-    total = sum(parts.values())
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else total
+    facts = {"device": str(pipeline.device), "parts": parts, **_now(pipeline.device, sum(parts.values()))}
+    return {**facts, "load_peak_bytes": facts["peak_bytes"]}
+
+
+def after_request(loaded: dict[str, Any], pipeline: Any) -> dict[str, Any]:
+    """What :func:`measured_memory` said, with the numbers that a request changes."""
+    return {**loaded, **_now(pipeline.device, loaded["resident_bytes"])}
+
+
+def _now(device: torch.device, on_cpu: int) -> dict[str, Any]:
+    cuda = device.type == "cuda"
     return {
-        "device": str(device),
-        "parts": parts,
-        "resident_bytes": torch.cuda.memory_allocated(device) if device.type == "cuda" else total,
-        "load_peak_bytes": peak,
-        "peak_bytes": peak,
+        "resident_bytes": torch.cuda.memory_allocated(device) if cuda else on_cpu,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else on_cpu,
         "rss_bytes": psutil.Process().memory_info().rss,
     }
 

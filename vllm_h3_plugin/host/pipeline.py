@@ -22,7 +22,7 @@ from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
-from vllm_h3_plugin.host.measured import measured_memory
+from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
 from vllm_h3_plugin.host.progress import Progress
@@ -155,24 +155,25 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
             session.plan.recipe.name,
             loaded.layers,
         )
-        run_state.write(
-            f"worker-{rank}.json",
-            {
-                "plugin": __version__,
-                "pipeline": f"{type(self).__module__}.{type(self).__qualname__}",
-                "rank": rank,
-                "pid": os.getpid(),
-                "recipe": session.plan.recipe.name,
-                "adaln": session.plan.recipe.adaln.value,
-                "backend": session.backend.name if session.backend else None,
-                "backend_reason": session.backend_reason,
-                "layers": loaded.layers,
-                "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
-                "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
-                "memory": measured_memory(self),
-                "supported_tasks": sorted(self.supported_tasks),
-            },
-        )
+        self._facts: dict[str, Any] = {
+            "plugin": __version__,
+            "pipeline": f"{type(self).__module__}.{type(self).__qualname__}",
+            "rank": rank,
+            "pid": os.getpid(),
+            "recipe": session.plan.recipe.name,
+            "adaln": session.plan.recipe.adaln.value,
+            "backend": session.backend.name if session.backend else None,
+            "backend_reason": session.backend_reason,
+            "layers": loaded.layers,
+            "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
+            "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
+            "memory": measured_memory(self),
+            "supported_tasks": sorted(self.supported_tasks),
+        }
+        self._publish()
+
+    def _publish(self) -> None:
+        run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 
     def _build_denoise_inputs(self, **kwargs: Any) -> Any:
         """The host's; the table of its schedule is made ready before the first step."""
@@ -216,4 +217,6 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
             with self._watch.request():
                 return super().forward(*args, **kwargs)
         finally:
+            self._facts["memory"] = after_request(self._facts["memory"], self)
+            self._publish()
             self._progress.phase("idle")

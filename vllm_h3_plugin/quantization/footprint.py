@@ -18,8 +18,9 @@ from vllm_h3_plugin.checkpoint.layout import (
     linear_layers,
     text_encoder_tensors,
 )
-from vllm_h3_plugin.quantization.plan import PrecisionPlan
+from vllm_h3_plugin.quantization.plan import ADALN_SUFFIX, PrecisionPlan
 from vllm_h3_plugin.quantization.precision import Precision
+from vllm_h3_plugin.quantization.recipe import Adaln
 
 GIB = 2**30
 _SCALE_BYTES = 4
@@ -71,12 +72,13 @@ def linear_bytes(spec: LinearSpec, precision: Precision) -> int:
 
 
 def linear_weights(plan: PrecisionPlan, linears: Iterable[LinearSpec]) -> list[Weight]:
-    """One entry per linear layer, in module order."""
+    """One entry per linear layer, in module order. AdaLN that is kept as a table has no resident bytes."""
     numbers = {rule: number for number, rule in enumerate(plan.recipe.rules, 1)}
     result = []
     for spec in linears:
         given = plan[spec.path]
-        nbytes = linear_bytes(spec, given.precision)
+        on_disk = plan.recipe.adaln is Adaln.TABLE and spec.path.endswith(ADALN_SUFFIX)
+        nbytes = 0 if on_disk else linear_bytes(spec, given.precision)
         result.append(Weight(spec.path, spec.part, given.precision, numbers[given.rule], 1, spec.parameters, nbytes))
     return result
 

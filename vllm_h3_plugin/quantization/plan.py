@@ -15,7 +15,8 @@ from vllm_h3_plugin.quantization.precision import Precision
 from vllm_h3_plugin.quantization.recipe import Recipe, Rule
 
 _FP32_PATHS = frozenset(f"transformer.{name}" for name in FP32_LAYERS)
-_ADALN_SUFFIX = ".adaln_proj.linear"
+ADALN_SUFFIX = ".adaln_proj.linear"
+"""End of every AdaLN layer's path."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def required_precision(spec: LinearSpec) -> tuple[Precision, str] | None:
     """The one precision that a layer can have, and why; None where a recipe may choose BF16 or FP8."""
     if spec.path in _FP32_PATHS:
         return Precision.FP32, "it is one of the six FP32 layers, which the host builds in FP32"
-    if spec.path.endswith(_ADALN_SUFFIX):
+    if spec.path.endswith(ADALN_SUFFIX):
         return Precision.BF16, "AdaLN stays BF16: its output shifts and scales every token of its block"
     if spec.part == "vision":
         return Precision.BF16, "the host builds the vision tower from plain BF16 layers"

@@ -66,7 +66,10 @@ def test_show_without_a_checkpoint_gives_the_real_model(h3):
     assert "rule 7: transformer.blocks.** -> fp8_channel. One scale per output channel" in out
 
 
-@pytest.mark.parametrize(("recipe", "gib"), [("bf16", 119.9), ("fp8", 78.6), ("fp8-text-bf16", 101.3)])
+@pytest.mark.parametrize(
+    ("recipe", "gib"),
+    [("bf16", 119.9), ("bf16-table", 95.65), ("fp8", 54.3), ("fp8-tensor", 78.5), ("fp8-text-bf16", 77.0)],
+)
 def test_totals_of_the_real_model(h3, recipe, gib):
     code, out, _ = h3("recipe", "show", "--recipe", recipe, "--json")
     assert code == 0 and len(out.splitlines()) == 1
@@ -80,7 +83,8 @@ def test_totals_of_the_real_model(h3, recipe, gib):
 def test_show_reads_a_checkpoints_configs_and_vae_headers_only(h3, checkpoint):
     code, out, _ = h3("recipe", "show", checkpoint, "--json")
     answer = json.loads(out)
-    assert code == 0 and answer["notes"] == [] and answer["checkpoint"] == str(checkpoint)
+    assert code == 0 and answer["checkpoint"] == str(checkpoint)
+    assert [note.split(".")[0] for note in answer["notes"]] == ["AdaLN's weights stay on disk"]
     assert answer["parts"]["vae"] == {"parameters": 207, "bytes": 828, "gib": 0.0}
     assert {"transformer.blocks.{0..1}.mlp.fc1"} < {layer["path"] for layer in answer["layers"]}
 
@@ -93,6 +97,7 @@ def test_all_gives_a_line_per_layer(h3, checkpoint, tiny):
 def test_small_models_are_shown_in_mib(h3, checkpoint):
     _, out, _ = h3("recipe", "show", checkpoint)
     assert "MiB" in out and "GiB" not in out.replace("Saves 23 GiB", "")
+    assert "In their place 0.4" in out and " MiB of table for a prompt of 50 steps" in out
 
 
 def test_absent_and_damaged_vaes_are_noted(h3, checkpoint):
@@ -151,12 +156,13 @@ def test_list_names_every_recipe(h3):
     code, out, _ = h3("recipe", "list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()[1:]] == [
         "bf16",
+        "bf16-table",
         "fp8",
         "fp8-tensor",
         "fp8-text-bf16",
     ]
     _, out, _ = h3("recipe", "list", "--json")
-    assert [recipe["method"] for recipe in json.loads(out)["recipes"]] == [None, "fp8", "fp8", "fp8"]
+    assert [recipe["method"] for recipe in json.loads(out)["recipes"]] == [None, None, "fp8", "fp8", "fp8"]
 
 
 def test_the_verb_imports_no_torch():

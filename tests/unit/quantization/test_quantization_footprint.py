@@ -63,7 +63,9 @@ def test_bf16_weighs_what_the_checkpoint_holds():
         ("bf16", ("text_encoder", "vision"), 47.97, 0.01),
         ("fp8", ("text_encoder", "vision"), 25.26, 0.03),
         ("fp8-tensor", ("text_encoder", "vision"), 25.26, 0.01),
-        ("fp8", ("transformer",), 55.1 - 25.26 - 10.24 - 0.97e9 / GIB + 24.29, 0.15),
+        ("fp8", ("transformer",), 55.1 - 25.26 - 10.24 - 0.97e9 / GIB, 0.15),
+        ("fp8-tensor", ("transformer",), 55.1 - 25.26 - 10.24 - 0.97e9 / GIB + 24.29, 0.15),
+        ("bf16-table", ("transformer",), 119.9 - 47.97 - 10.24 - 24.29, 0.06),
         ("fp8-text-bf16", ("text_encoder", "vision"), 47.97, 0.01),
     ],
 )

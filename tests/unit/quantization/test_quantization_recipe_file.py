@@ -23,8 +23,8 @@ def refusal(path_or_name) -> RecipeError:
     return caught.value
 
 
-def test_packaged_recipes_are_these_four_and_named_after_their_files():
-    assert recipe_names() == ("bf16", "fp8", "fp8-tensor", "fp8-text-bf16")
+def test_packaged_recipes_are_these_and_named_after_their_files():
+    assert recipe_names() == ("bf16", "bf16-table", "fp8", "fp8-tensor", "fp8-text-bf16")
     assert all(load_recipe(name).name == name for name in recipe_names())
 
 
@@ -132,7 +132,7 @@ def test_unknown_precision_names_the_value_and_the_choices(write, recipe_dict):
         ({"rules": []}, "rules is []"),
         ({"rules": {}}, "rules is {}"),
         ({"method": "int4"}, 'method is "int4"'),
-        ({"adaln": "table"}, 'adaln is "table"'),
+        ({"adaln": "cached"}, 'adaln is "cached"'),
         ({"rules": [{"match": 1, "precision": "bf16", "why": "w"}]}, "rules[0].match is 1"),
     ],
 )
@@ -228,7 +228,7 @@ def test_unsupported_flag_names_the_supported_ones():
 def test_explicit_path_wins(write, recipe_dict):
     path = write({**recipe_dict, "name": "mine"})
     recipe = resolve_recipe("fp8", str(path))
-    assert recipe.name == "mine" and recipe.source == str(path) and recipe.adaln is Adaln.RESIDENT
+    assert recipe.name == "mine" and recipe.source == str(path) and recipe.adaln is Adaln.TABLE
 
 
 def test_recipe_errors_exit_with_their_own_code(tmp_path):
