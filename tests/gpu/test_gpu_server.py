@@ -9,12 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.conftest import stock_command, wait_stock
+from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.checkpoint.layout import DitConfig
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec, true_width_text
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
+from vllm_h3_plugin.memory.activations import predict_peak
+from vllm_h3_plugin.memory.requests import RequestSize
+from vllm_h3_plugin.memory.weights import shapes_of
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.command import server_command
 from vllm_h3_plugin.serving.profile import load_profile
@@ -40,7 +45,9 @@ def running(
     stock = kind == "stock"
     folder = tmp_path_factory.mktemp(request.param)
     profile = load_profile("h200").with_flags({"checkpoint": checkpoint, "port": free_port(), "recipe": recipe})
-    command = server_command(profile, checkpoint, run_dir=folder, environ=os.environ)
+    command = server_command(
+        profile, checkpoint, run_dir=folder, environ={**os.environ, "H3_CACHE_DIR": str(folder / "cache")}
+    )
     with Server(stock_command(command) if stock else command, log=folder / "server.log") as server:
         info = wait_stock(server) if stock else server.wait_ready(300)
         yield request.param, server, info
@@ -78,3 +85,34 @@ def test_clip_at_true_width(
     }
     print(name, figures)
     record_property(name, figures)
+
+
+SIZES = ((768, 448, 124), (768, 448, 362), (1344, 768, 124))
+"""Width, height, frames."""
+
+
+def test_the_peak_of_a_request_is_predicted(
+    running: tuple[str, Server, dict], checkpoint: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Predicted and measured peak of the device's allocator, over what is resident, for three sizes.
+
+    The synthetic VAE decodes in one piece, so what is compared is the widest phase before it: denoising.
+    """
+    name, server, info = running
+    if name != "plugin-fp8":
+        pytest.skip("only the plugin's FP8 server reports what its allocator saw")
+    loaded = info["workers"][0]["memory"]
+    shapes = shapes_of(take_inventory(checkpoint).require_clean())
+    rows = {}
+    with VideoClient(server.command.url, timeout_s=300) as client:
+        for width, height, frames in SIZES:
+            client.make(VideoRequest("a red kite", width, height, frames, 2, 1), tmp_path / f"{width}-{frames}.mp4")
+            seen = httpx.get(f"{server.command.url}/v1/h3/info").json()["workers"][0]["memory"]
+            peak = predict_peak(shapes, RequestSize(width, height, frames, steps=2), streaming_decode=False)
+            rows[f"{width}x{height}, {frames} frames"] = {
+                "predicted_mib": {phase.name: round(phase.device_bytes / 2**20) for phase in peak.phases},
+                "measured_mib": round((seen["peak_bytes"] - seen["resident_bytes"]) / 2**20),
+                "load_peak_over_resident_mib": round((loaded["load_peak_bytes"] - loaded["resident_bytes"]) / 2**20),
+            }
+            print(rows)
+    record_property("request_peaks", rows)

@@ -8,9 +8,10 @@ import torch
 
 from tests.unit.conditioning.conftest import SHAPE, steps, table_of
 from vllm_h3_plugin.checkpoint.configs import DitConfig
-from vllm_h3_plugin.conditioning.schedule import Schedule
+from vllm_h3_plugin.conditioning.schedule import Roles, Schedule, schedule
 from vllm_h3_plugin.conditioning.table import FINAL, TableBuilder, TableShape
 from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.memory.table import TableSize, table_size
 
 TWO = Schedule(((0.0,), (0.25, 0.5)), "two steps")
 
@@ -75,3 +76,14 @@ def test_values_must_fit_the_schedule() -> None:
         from vllm_h3_plugin.conditioning.table import AdalnTable
 
         AdalnTable(SHAPE, steps(0.5), torch.zeros(2, SHAPE.width, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("config", [DitConfig(), DitConfig(num_layers=4, hidden_size=64)])
+def test_memory_predicts_the_size_of_the_table_that_is_built(config: DitConfig) -> None:
+    """memory/ loads without torch and so counts by itself."""
+    sigmas = [1 - i / 50 for i in range(51)]
+    shifted = [3 * s / (1 + 2 * s) for s in sigmas]
+    built = schedule(sigmas, shifted, Roles())
+    assert table_size(config, 50) == TableSize(built.rows, TableShape.of(config).nbytes(built.rows))
+    with_image = schedule(sigmas, shifted, Roles(image=True))
+    assert table_size(config, 50, ("image",)).rows == with_image.rows
