@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from vllm.logger import init_logger
 
 from vllm_h3_plugin import __version__
@@ -25,6 +27,7 @@ def register() -> None:
             (vllm_omni/plugins/__init__.py:52-56), so the launcher calls this itself before it starts the server.
     """
     host = installed_host()
+    _join_the_host_s_log()
     from vllm_omni.diffusion.registry import register_diffusion_model
 
     for architecture in ARCHITECTURES:
@@ -35,6 +38,17 @@ def register() -> None:
             post_process_func_name="get_minimax_h3_post_process_func",
         )
     logger.info("vllm-h3-plugin %s is active on host %s", __version__, host)
+
+
+def _join_the_host_s_log() -> None:
+    """Send this package's log where vLLM's goes.
+
+    vLLM sets up the logger named ``vllm`` and no other (vllm/logger.py), and vLLM-Omni hangs its own below that one
+    (vllm_omni/logger.py). Without this, warnings come bare and everything below them is lost.
+    """
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_h3_plugin")
+    ours.handlers = list(theirs.handlers)
+    ours.setLevel(theirs.level)
 
 
 def prepare_reference_process() -> None:
