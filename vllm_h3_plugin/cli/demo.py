@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,9 @@ def demo(
     folder = _new_folder(out)
     console.print(f"demo in {folder}", markup=False)
     plan = _profile(profile, recipe, checkpoint or _make_checkpoint(folder, console))
-    ready_s, clips = _serve_and_make(plan, folder, console, size=size, frames=frames, steps=steps, seed=seed)
+    # A checkpoint of one run is never met again: what is kept of it goes where the run goes.
+    cache = folder / "cache" if checkpoint is None and not os.environ.get("H3_CACHE_DIR") else None
+    ready_s, clips = _serve_and_make(plan, folder, cache, console, size=size, frames=frames, steps=steps, seed=seed)
     total = time.monotonic() - started
     for clip in clips:
         stdout().print(
@@ -128,7 +130,15 @@ def _profile(name: str, recipe: str | None, checkpoint: Path) -> Profile:
 
 
 def _serve_and_make(
-    profile: Profile, folder: Path, console: Console, *, size: int, frames: int, steps: int, seed: int
+    profile: Profile,
+    folder: Path,
+    cache: Path | None,
+    console: Console,
+    *,
+    size: int,
+    frames: int,
+    steps: int,
+    seed: int,
 ) -> tuple[float, list[Clip]]:
     from vllm_h3_plugin.cli.serve import check_before_start
     from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -139,6 +149,8 @@ def _serve_and_make(
     run_dir = folder / "run"
     run_dir.mkdir()
     command = server_command(profile, partition, run_dir=run_dir, environ=os.environ)
+    if cache is not None:
+        command = replace(command, environment={**command.environment, "H3_CACHE_DIR": str(cache)})
     console.print(str(command), markup=False)
     log = folder / "server.log"
     with Server(command, log=log) as server, VideoClient(command.url) as client:
