@@ -29,10 +29,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.logger import init_logger
 
+from vllm_h3_plugin import settings
 from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.errors import BusyError, H3Error
 from vllm_h3_plugin.host import run_state
-from vllm_h3_plugin.host.asked import Asked, Model, read
+from vllm_h3_plugin.host.asked import Asked, Model, read, table_room
 from vllm_h3_plugin.memory.guard import Refuse, Thresholds, decide
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, mem_available
 from vllm_h3_plugin.memory.weights import shapes_of
@@ -158,7 +159,8 @@ def read_guards() -> list[dict[str, Any]]:
 def refusal(asked: Asked, guards: list[dict[str, Any]]) -> BusyError | None:
     """Why a request may not run now; None if it may. Every worker must have room for it."""
     for guard in guards:
-        model = model_of(guard["checkpoint"], guard["task"], guard["quantized"], guard["streaming"], guard["unified"])
+        facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
+        model = model_of(*facts)
         if model is None:
             return None
         thresholds = Thresholds(guard["floor_bytes"], guard["hard_floor_bytes"], guard["retry_after_s"])
@@ -179,14 +181,16 @@ def available(guard: Mapping[str, Any]) -> int:
 
 
 @functools.cache
-def model_of(checkpoint: str, task: str | None, quantized: bool, streaming: bool, unified: bool) -> Model | None:
+def model_of(
+    checkpoint: str, task: str | None, quantized: bool, streaming: bool, unified: bool, tables: bool
+) -> Model | None:
     """The model that the workers serve; None, said once, if its headers can no longer be read."""
     try:
         shapes = shapes_of(take_inventory(Path(checkpoint), task))
     except H3Error as exc:
         logger.error("requests are not held against the memory any more: %s", exc)
         return None
-    return Model(shapes, quantized, streaming, unified)
+    return Model(shapes, quantized, streaming, unified, table_room(shapes, settings.load()) if tables else None)
 
 
 def answer(error: BusyError) -> JSONResponse:

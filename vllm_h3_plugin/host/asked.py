@@ -18,7 +18,10 @@ from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.memory.activations import predict_peak
 from vllm_h3_plugin.memory.fit import longest_clip
 from vllm_h3_plugin.memory.requests import LONGEST_S, PATCH_PIXELS, RequestSize
+from vllm_h3_plugin.memory.table import DEFAULT_STEPS, table_size
 from vllm_h3_plugin.memory.weights import ModelShapes
+from vllm_h3_plugin.quantization.footprint import GIB
+from vllm_h3_plugin.settings import Settings
 from vllm_h3_plugin.video.geometry import AUDIO_LATENT_RATE, FPS, frames_of_seconds, snap_frames, snap_size
 
 LARGEST_CANVAS = (1344, 768)
@@ -55,6 +58,28 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class TableRoom:
+    """What AdaLN tables may take beside the default one, which is resident.
+
+    Attributes:
+        growth: bytes that the tables on the device may grow by, up to ``H3_ADALN_DEVICE_GIB``.
+        build: bytes on the device while a table is built: one layer's weights.
+        buffer: bytes of host memory that the weights are read into meanwhile.
+    """
+
+    growth: int
+    build: int
+    buffer: int
+
+
+def table_room(shapes: ModelShapes, values: Settings) -> TableRoom:
+    """The room for tables of a server with these settings."""
+    default = table_size(shapes.dit, DEFAULT_STEPS).nbytes
+    layer = shapes.dit.adaln_out_features * shapes.dit.time_embed_dim * 2
+    return TableRoom(max(0, int(values.adaln_device_gib * GIB) - default), layer, values.read_buffer_mib << 20)
+
+
+@dataclass(frozen=True)
 class Model:
     """What a forecast needs to know of the server.
 
@@ -62,16 +87,25 @@ class Model:
         quantized: whether linears take FP8 inputs.
         streaming_decode: whether frames are decoded into uint8 as they come (0.30).
         unified: whether host memory counts too.
+        tables: room for AdaLN tables of other schedules; None where AdaLN is resident.
     """
 
     shapes: ModelShapes
     quantized: bool
     streaming_decode: bool
     unified: bool
+    tables: TableRoom | None = None
 
     def forecast(self, asked: Asked) -> dict[str, int]:
-        """Phase -> bytes that the request takes beyond what is resident."""
+        """Phase -> bytes that the request takes beyond what is resident.
+
+        Whether its schedule's table is at hand is not known here, so room for one is always counted.
+        """
         phases = self._phases(asked.size)
+        if self.tables is not None:
+            phases = {name: nbytes + self.tables.growth for name, nbytes in phases.items()}
+            host = self.tables.buffer if self.unified else 0
+            phases["table"] = self.tables.growth + self.tables.build + host
         if asked.videos:
             longer = replace(asked.size, frames=snap_frames(asked.size.frames * (1 + asked.videos)))
             phases["denoise"] = self._phases(longer)["denoise"]

@@ -25,10 +25,11 @@ from vllm_h3_plugin import settings
 from vllm_h3_plugin.checkpoint import page_cache
 from vllm_h3_plugin.errors import BusyError, CheckpointError
 from vllm_h3_plugin.host import run_state
-from vllm_h3_plugin.host.asked import Model, of_denoise
+from vllm_h3_plugin.host.asked import Model, of_denoise, table_room
 from vllm_h3_plugin.host.worker_memory import Allocator, any_rank
 from vllm_h3_plugin.memory.guard import Mark, Refuse, Thresholds, cancelled, check_start, decide, mark
 from vllm_h3_plugin.memory.system import GIB, MemorySystem, guard_active, probe
+from vllm_h3_plugin.memory.table import keeps_table
 from vllm_h3_plugin.memory.weights import shapes_of
 from vllm_h3_plugin.pins import installed_host
 
@@ -63,7 +64,7 @@ class MemoryWatch:
             files: the checkpoint's own files, whose page cache may be dropped.
             agree: whether any rank of the model says yes; asked by every rank at once. None: there is one rank.
             model: what the API server needs to predict a request: ``checkpoint``, ``task``, ``quantized``,
-                ``streaming``.
+                ``streaming``, ``tables``.
             forecaster: predicts a request in this worker.
             sample_s: seconds between two looks.
         """
@@ -99,6 +100,7 @@ class MemoryWatch:
         values, inventory = settings.load(), session.inventory
         system = probe(device.type, reference=values.reference, run_dir=values.run_dir)
         quantized, streaming = bool(session.plan.quantized), installed_host().vllm_omni != "0.28.0"
+        shapes, tables = shapes_of(inventory), keeps_table(session.plan.recipe)
         watch = cls(
             system,
             Thresholds.from_settings(values),
@@ -111,8 +113,11 @@ class MemoryWatch:
                 "task": inventory.task,
                 "quantized": quantized,
                 "streaming": streaming,
+                "tables": tables,
             },
-            forecaster=Model(shapes_of(inventory), quantized, streaming, system.unified),
+            forecaster=Model(
+                shapes, quantized, streaming, system.unified, table_room(shapes, values) if tables else None
+            ),
         )
         logger.info(
             "memory guard (H3_MEMORY_GUARD=%s) is %s: memory is %s, %s is %.1f GiB",

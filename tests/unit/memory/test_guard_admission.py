@@ -36,6 +36,7 @@ GUARD = {
     "task": None,
     "quantized": True,
     "streaming": True,
+    "tables": False,
 }
 
 

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_h3_plugin.host.asked import DEFAULT_FRAMES, LARGEST_CANVAS, Asked, Model, of_denoise, read
+from vllm_h3_plugin.host.asked import DEFAULT_FRAMES, LARGEST_CANVAS, Asked, Model, of_denoise, read, table_room
 from vllm_h3_plugin.memory.requests import RequestSize
 from vllm_h3_plugin.memory.weights import ModelShapes
+from vllm_h3_plugin.quantization.footprint import GIB
+from vllm_h3_plugin.settings import Settings
 
 MODEL = Model(ModelShapes(), quantized=True, streaming_decode=True, unified=True)
 
@@ -126,3 +129,20 @@ def test_prepared_request_is_read_back_to_what_was_asked() -> None:
         "ref_audio_t": 80,
     }
     assert of_denoise(inputs) == Asked(RequestSize(768, 448, 124, images=1, audio_seconds=2.0, text_tokens=100))
+
+
+def test_room_for_the_table_of_another_schedule_is_counted_where_adaln_is_a_table() -> None:
+    asked = read({"size": "768x448", "num_frames": "124"}, {})
+    assert asked is not None
+    room = table_room(ModelShapes(), Settings(adaln_device_gib=1.5, read_buffer_mib=512))
+    assert room.growth == int(1.5 * GIB) - 99 * 9_698_304
+    assert room.build == 96768 * 2688 * 2 and room.buffer == 512 << 20
+    plain, with_tables = MODEL.forecast(asked), replace(MODEL, tables=room).forecast(asked)
+    assert all(with_tables[name] == nbytes + room.growth for name, nbytes in plain.items())
+    assert with_tables["table"] == room.growth + room.build + room.buffer
+    discrete = replace(MODEL, unified=False, tables=room).forecast(asked)
+    assert discrete["table"] == room.growth + room.build
+
+
+def test_a_device_that_keeps_one_table_alone_needs_no_room_for_a_second() -> None:
+    assert table_room(ModelShapes(), Settings(adaln_device_gib=0.5)).growth == 0
