@@ -115,6 +115,7 @@ def show(
             parts={name: _total_fields(group) for name, group in parts.items()},
             precisions={name: _total_fields(group) for name, group in precisions.items() if group},
             total=_total_fields(weights),
+            adaln_table=table and {"rows": table.rows, "bytes": table.nbytes, "gib": round(table.nbytes / GIB, 3)},
             notes=notes,
         )
         return
