@@ -168,10 +168,12 @@ class AdalnTables:
         if get_tensor_model_parallel_world_size() == 1:
             return self.store.get(schedule, build)
         # A projection is a collective there: all ranks build, or none does, and none waits for another's lock.
+        self.store._make_room(schedule)
         table = self.store.load(schedule)
         found: list[bool] = [False] * get_tensor_model_parallel_world_size()
         torch.distributed.all_gather_object(found, table is not None, group=get_tp_group().cpu_group)
         if table is None or not all(found):
+            table = None  # its memory is needed
             table = build()
             if _is_first_rank():
                 self.store.save(table)
