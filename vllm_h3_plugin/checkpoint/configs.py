@@ -46,9 +46,15 @@ def _bad(source: str, name: str, value: object, why: str) -> CheckpointError:
     )
 
 
+# A hundred times the real model's depth: beyond it a config is a typo, and listing its tensors would take minutes.
+_MOST_LAYERS = 5000
+
+
 def _positive_int(source: str, name: str, value: object) -> int:
     if type(value) is not int or value < 1:
         raise _bad(source, name, value, "it must be a whole number of at least 1")
+    if ("layers" in name or name.endswith("depth")) and value > _MOST_LAYERS:
+        raise _bad(source, name, value, f"no model has more than {_MOST_LAYERS} layers")
     return value
 
 

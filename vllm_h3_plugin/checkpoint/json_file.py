@@ -39,6 +39,9 @@ def read_json(path: Path, log: FaultLog, *, code: str, fix: str = DOWNLOAD_AGAIN
     except ValueError as exc:
         log.add(f"{code}_malformed", path, why=f"it is not JSON ({exc})" if raw else "it is empty", fix=fix)
         return None
+    except RecursionError:
+        log.add(f"{code}_malformed", path, why="it is nested deeper than any file of a release", fix=fix)
+        return None
     if not isinstance(value, dict):
         log.add(f"{code}_malformed", path, why=f"it holds a {type(value).__name__}, not an object", fix=fix)
         return None

@@ -6,17 +6,19 @@ The VAEs' modules are code that comes with the checkpoint, so only their configs
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from vllm_h3_plugin.checkpoint.configs import AUDIO_CHANNELS, VIDEO_CHANNELS
 from vllm_h3_plugin.checkpoint.faults import FaultLog
-from vllm_h3_plugin.checkpoint.json_file import read_json
+from vllm_h3_plugin.checkpoint.json_file import LFS_FIX, LFS_PREFIX, LFS_WHY, read_json
 from vllm_h3_plugin.checkpoint.safetensors_header import read_header
 from vllm_h3_plugin.checkpoint.shard_set import ShardSet
 
 CHANNELS = {"video_vae": VIDEO_CHANNELS, "audio_vae": AUDIO_CHANNELS}
 _RELEASE = "Take this file from the release that the weights came from."
 _FOLDER = "Download this folder of the release."
+_READ_ACCESS = "Give the user that runs this read access to it."
 
 
 def has_folder(folder: Path, log: FaultLog) -> bool:
@@ -64,10 +66,35 @@ def _check_vae_config(folder: Path, log: FaultLog) -> None:
         why = "it must name the class that loads this VAE, as MODULE.CLASS"
         log.add("config_value", path, f"auto_map.AutoModel={reference!r}", why=why, fix=_RELEASE)
         return
-    module = folder / f"{reference.rsplit('--', 1)[-1].split('.', 1)[0]}.py"
+    if "--" in reference:
+        why = "it loads and runs code of another repository, and not the code that came with these weights"
+        log.add("config_value", path, f"auto_map.AutoModel={reference!r}", why=why, fix=_RELEASE)
+        return
+    _check_code(folder / f"{reference.split('.', 1)[0]}.py", reference, log)
+
+
+def _check_code(module: Path, reference: str, log: FaultLog) -> None:
+    """The file with the VAE's class: there, whole, Python, and holding that class. It is parsed and not run."""
     if not module.is_file():
         why = f"config.json loads the VAE with {reference}, and this file is missing"
         log.add("code_missing", module, why=why, fix=_FOLDER)
+        return
+    try:
+        raw = module.read_bytes()
+    except OSError as exc:
+        log.add("unreadable", module, why=exc.strerror or str(exc), fix=_READ_ACCESS)
+        return
+    if raw.startswith(LFS_PREFIX):
+        log.add("lfs_pointer", module, why=LFS_WHY, fix=LFS_FIX)
+        return
+    try:
+        names = {node.name for node in ast.walk(ast.parse(raw)) if isinstance(node, ast.ClassDef)}
+    except (SyntaxError, ValueError, RecursionError) as exc:
+        log.add("code_malformed", module, why=f"it is not Python ({exc})", fix=_RELEASE)
+        return
+    wanted = reference.rsplit(".", 1)[-1]
+    if wanted not in names and wanted.encode() not in raw:
+        log.add("code_malformed", module, why=f"it has no class {wanted}, which config.json names", fix=_RELEASE)
 
 
 def check_tokenizer(folder: Path, log: FaultLog) -> None:

@@ -169,6 +169,11 @@ class _DuplicateKeyError(Exception):
 
 
 def _read(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        # A pipe would be waited for without end.
+        raise RecipeError(
+            f"recipe {path} is no file", why="it is a folder, a pipe or a device", fix="Give a JSON file."
+        )
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as exc:
@@ -189,6 +194,10 @@ def _parse(text: str, source: str) -> Recipe:
             fix="Correct the file there.",
             line=exc.lineno,
             column=exc.colno,
+        ) from exc
+    except RecursionError as exc:
+        raise RecipeError(
+            f"recipe {source}", why="it is nested deeper than a recipe can be", fix="Correct the file."
         ) from exc
     except _DuplicateKeyError as exc:
         raise RecipeError(f"recipe {source}: key {exc} stands twice in one object", fix="Keep one of them.") from exc

@@ -67,6 +67,11 @@ def load_profile(name_or_path: str) -> Profile:
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = data_path("launch") / "profiles" / f"{name_or_path}.toml"
+    if path.exists() and not path.is_file():
+        # A pipe would be waited for without end.
+        raise UsageError(
+            f"profile {path} is no file", why="it is a folder, a pipe or a device", fix="Give a TOML file."
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as exc:

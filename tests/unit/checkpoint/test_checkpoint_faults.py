@@ -332,6 +332,45 @@ def test_missing_small_file(checkpoint, name: str, code: str) -> None:
     only(checkpoint.faults(), code, checkpoint.fl2va / name)
 
 
+@pytest.mark.parametrize(
+    ("content", "code", "reason"),
+    [
+        (LFS, "lfs_pointer", "Git LFS pointer"),
+        (b"", "code_malformed", "it has no class"),
+        (b"<html>not found</html>", "code_malformed", "it is not Python"),
+        (b"class Other:\n    pass\n", "code_malformed", "it has no class"),
+    ],
+    ids=["an LFS pointer", "empty", "a web page", "another class"],
+)
+def test_remote_code_is_looked_into_and_not_run(checkpoint, content: bytes, code: str, reason: str) -> None:
+    module = checkpoint.fl2va / "video_vae" / "modeling_video_vae.py"
+    checkpoint.write(module, content)
+    assert reason in only(checkpoint.faults(), code, module).why
+
+
+def test_code_of_another_repository_is_refused(checkpoint) -> None:
+    path = checkpoint.fl2va / "video_vae" / "config.json"
+    config = json.loads(path.read_text())
+    config["auto_map"]["AutoModel"] = f"somebody/else--{config['auto_map']['AutoModel']}"
+    checkpoint.write(path, json.dumps(config).encode())
+    fault = only(checkpoint.faults(), "config_value", path)
+    assert "somebody/else" in fault.what and "another repository" in fault.why
+
+
+def test_json_that_is_nested_without_end_is_a_fault(checkpoint) -> None:
+    path = checkpoint.fl2va / "tokenizer" / "tokenizer_config.json"
+    checkpoint.write(path, b'{"a":' * 100_000)
+    assert "nested deeper" in only(checkpoint.faults(), "tokenizer_malformed", path).why
+
+
+def test_a_number_of_layers_that_no_model_has_is_a_fault_and_not_a_long_wait(checkpoint) -> None:
+    path = checkpoint.fl2va / "transformer" / "config.json"
+    config = json.loads(path.read_text())
+    config["num_layers"] = 10**8
+    checkpoint.write(path, json.dumps(config).encode())
+    assert any("100000000" in fault.what for fault in checkpoint.faults() if fault.path == path)
+
+
 @pytest.mark.parametrize("folder", ["tokenizer", "processor"])
 def test_vocabulary_in_either_form_will_do(checkpoint, folder: str) -> None:
     (checkpoint.fl2va / folder / "tokenizer.json").unlink()

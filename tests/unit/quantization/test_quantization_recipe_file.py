@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def test_missing_file_is_named(tmp_path):
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
     message = str(refusal(str(tmp_path) + "/"))
-    assert str(tmp_path) in message and "cannot be read" in message
+    assert str(tmp_path) in message and "is no file" in message
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
@@ -234,3 +235,13 @@ def test_explicit_path_wins(write, recipe_dict):
 def test_recipe_errors_exit_with_their_own_code(tmp_path):
     error = refusal(Path(tmp_path / "none.json"))
     assert error.exit_code == 4 and error.fix
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    assert "is no file" in refusal(tmp_path / "pipe.json").what
+
+
+def test_a_recipe_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "deep.json").write_text('{"a":' * 100_000)
+    assert "nested deeper" in refusal(tmp_path / "deep.json").why

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -120,3 +121,9 @@ def test_the_launcher_knows_the_key_that_guards_its_own_proof(
 )
 def test_a_size_names_the_nearest_ratio_that_the_host_takes(size: tuple[int, int], name: str) -> None:
     assert nearest_ratio(*size) == name
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "mine.toml")
+    with pytest.raises(UsageError, match="is no file"):
+        load_profile(str(tmp_path / "mine.toml"))
