@@ -24,6 +24,7 @@ from vllm_h3_plugin.conditioning.schedule import Schedule
 from vllm_h3_plugin.conditioning.store import TableStore
 from vllm_h3_plugin.conditioning.table import FINAL, AdalnTable, TableBuilder, TableShape
 from vllm_h3_plugin.host.adaln_modules import HostProjection, HostTimeEmbedder
+from vllm_h3_plugin.host.worker_memory import release_host_buffers
 
 logger = init_logger(__name__)
 
@@ -186,6 +187,7 @@ class AdalnTables:
         for name, tensor in self._stream(progress):
             layers.add(name, tensor)
         self.built += 1
+        release_host_buffers()
         return layers.finish()
 
 

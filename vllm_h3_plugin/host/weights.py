@@ -28,6 +28,7 @@ from vllm_h3_plugin.host.parts import Part, file_digests, make_part, make_tables
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.session import Session
 from vllm_h3_plugin.host.snapshots import Snapshots
+from vllm_h3_plugin.host.worker_memory import release_host_buffers
 from vllm_h3_plugin.settings import Settings
 
 
@@ -111,6 +112,7 @@ class WeightLoading:
             loaded.layers[part.name] = loading.check_precisions(part.module, plan_part, self._session.plan)
             loaded.filled |= {f"{part.name}.{name}" for name in part.loader.filled}
             page_cache.drop([file.path for file in part.files.files])
+        release_host_buffers()
         self._progress.phase("idle")
         loaded.seconds["total"] = round(time.perf_counter() - started, 3)
         return loaded
