@@ -40,7 +40,7 @@ def release_host_buffers() -> None:
     """Give page-locked memory that is not in use back to the system.
 
     torch keeps what weights were read into for the next who wants page-locked memory; on unified memory that is a GiB
-    less for the model. Every torch from 2.10 (the Ascend image's) to 2.13 has the call, under this private name alone.
+    less for the model. The call has no public name; where a torch lacks it, the memory stays with torch.
     """
     empty_cache = getattr(torch._C, "_host_emptyCache", None)
     if torch.cuda.is_available() and empty_cache is not None:
