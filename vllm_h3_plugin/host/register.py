@@ -41,14 +41,12 @@ def register() -> None:
 
 
 def _join_the_host_s_log() -> None:
-    """Send this package's log where vLLM's goes.
+    """Send this package's log where vLLM's goes, as vLLM-Omni does with its own (vllm_omni/logger.py).
 
-    vLLM sets up the logger named ``vllm`` and no other (vllm/logger.py), and vLLM-Omni hangs its own below that one
-    (vllm_omni/logger.py). Without this, warnings come bare and everything below them is lost.
+    vLLM sets up the logger named ``vllm`` and no other. Without this, warnings come bare and everything below them is
+    lost.
     """
-    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_h3_plugin")
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level)
+    logging.getLogger("vllm_h3_plugin").parent = logging.getLogger("vllm")
 
 
 def prepare_reference_process() -> None:
