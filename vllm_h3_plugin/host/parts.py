@@ -20,6 +20,7 @@ from vllm_h3_plugin.conditioning.table import TableShape
 from vllm_h3_plugin.host import loading
 from vllm_h3_plugin.host.adaln import AdalnTables, math_identity
 from vllm_h3_plugin.host.adaln_modules import uses_tables
+from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.settings import Settings
 
 
@@ -82,7 +83,7 @@ def make_tables(part: Part, settings: Settings, device: torch.device) -> AdalnTa
     read = read_options(settings, device)
     store = TableStore(
         TableShape.of(part.partition.dit),
-        Origin(part_identity(part.files), math_identity(device)),
+        Origin(part_identity(part.files), {"host": str(installed_host()), **math_identity(device)}),
         device=device,
         device_bytes=int(settings.adaln_device_gib * 2**30),
         folder=settings.cache_dir.expanduser() / "tables" if settings.adaln_disk_gib > 0 else None,
