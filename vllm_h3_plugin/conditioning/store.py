@@ -175,7 +175,7 @@ class TableStore:
         lock = FileLock(path.with_suffix(".lock"))
         try:
             lock.acquire(timeout=_WAIT_S)
-        except (Timeout, OSError) as exc:
+        except (Timeout, OSError, NotImplementedError) as exc:  # the last: a file system without locks
             logger.warning("AdaLN table of %s is built without waiting any longer: %s", schedule.label, exc)
             return build()
         try:
@@ -225,8 +225,9 @@ def _usable(folder: Path) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
-    except OSError as exc:
-        logger.warning("AdaLN tables are not kept on disk: %s cannot be used (%s)", folder, exc.strerror)
+    except (OSError, SnapshotError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        logger.warning("AdaLN tables are not kept on disk: %s cannot be used (%s)", folder, why)
         return None
     return folder
 
