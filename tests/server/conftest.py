@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,13 @@ class Running:
     client: VideoClient
     url: str
     info: dict
+    log_path: Path
+    cache: Path
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def make(self, request: VideoRequest, path: Path) -> Path:
         """Make one clip; the file is new."""
@@ -40,25 +47,39 @@ class Running:
 
 
 class Servers:
-    """Starts servers and stops them when the module is done; several start side by side."""
+    """Starts servers and stops them when the module is done; several start side by side.
+
+    Each has a cache folder of its own unless one is named: a snapshot that another test left would decide what it does.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
         self._stack = stack
         self._count = 0
+        self._logs: dict[Server, Path] = {}
 
     def profile(self, checkpoint: Path, **update: object) -> Profile:
         """The reference profile on a free port."""
         return load_profile("reference").model_copy(update={"checkpoint": checkpoint, "port": free_port(), **update})
 
-    def launch(self, profile: Profile, *, stock: bool = False) -> Server:
-        """Start a server and do not wait. ``stock``: the host's own classes on the same platform."""
+    def launch(self, profile: Profile, *, stock: bool = False, cache: Path | None = None, **environment: str) -> Server:
+        """Start a server and do not wait.
+
+        Args:
+            stock: the host's own classes on the same platform.
+            cache: its ``H3_CACHE_DIR``.
+            environment: further variables.
+        """
         self._count += 1
         run_dir = self._folder / f"run{self._count}"
         run_dir.mkdir()
         assert profile.checkpoint is not None
         command = server_command(profile, profile.checkpoint, run_dir=run_dir, environ=os.environ)
-        server = Server(stock_command(command) if stock else command, log=self._folder / f"server{self._count}.log")
+        variables = {"H3_CACHE_DIR": str(cache or self._folder / f"cache{self._count}"), **environment}
+        command = replace(command, environment={**command.environment, **variables})
+        log = self._folder / f"server{self._count}.log"
+        server = Server(stock_command(command) if stock else command, log=log)
+        self._logs[server] = log
         # The host's `mp` server needs 20 s to end by itself; nothing here waits for its last words.
         self._stack.callback(server.stop, 3)
         server.start()
@@ -68,11 +89,12 @@ class Servers:
         """Wait for a launched server."""
         info = wait_stock(server) if stock else server.wait_ready(READY_S)
         client = self._stack.enter_context(VideoClient(server.command.url, timeout_s=120))
-        return Running(server, client, server.command.url, info)
+        cache = Path(server.command.environment["H3_CACHE_DIR"])
+        return Running(server, client, server.command.url, info, self._logs[server], cache)
 
-    def start(self, checkpoint: Path, *, stock: bool = False, **update: object) -> Running:
+    def start(self, checkpoint: Path, *, stock: bool = False, cache: Path | None = None, **update: object) -> Running:
         """Launch and wait."""
-        return self.ready(self.launch(self.profile(checkpoint, **update), stock=stock), stock=stock)
+        return self.ready(self.launch(self.profile(checkpoint, **update), stock=stock, cache=cache), stock=stock)
 
 
 def stock_command(command: ServerCommand) -> ServerCommand:
@@ -93,6 +115,14 @@ def wait_stock(server: Server) -> dict:
     return {}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Commands that tests run as a person would keep their files here, and not in the person's own cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H3_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """Starts servers; all are gone when the module is done."""
@@ -105,6 +135,18 @@ def fp8(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Iterator[Runni
     """The default path, FP8 in one process: one server for every module that only asks it for clips."""
     with ExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("fp8"), stack).start(fl2va, recipe="fp8")
+
+
+@pytest.fixture(scope="session")
+def fp8_again(tmp_path_factory: pytest.TempPathFactory, fl2va: Path, fp8: Running) -> Iterator[Running]:
+    """A second server of the same recipe and checkpoint on what :func:`fp8` left in its cache folder.
+
+    ``fp8`` has made a clip of three steps before this one starts.
+    """
+    folder = tmp_path_factory.mktemp("fp8-again")
+    fp8.make(request(), folder / "first.mp4")
+    with ExitStack() as stack:
+        yield Servers(folder, stack).start(fl2va, recipe="fp8", cache=fp8.cache)
 
 
 @pytest.fixture(scope="session")
