@@ -349,7 +349,7 @@ def test_a_server_killed_during_a_table_leaves_what_the_next_one_sweeps(when: st
                 path.write_bytes(b"half")
                 _kill_self()
 
-            table_store.save_file = save_half
+            table_store.save_file = save_half  # type: ignore[assignment]
         tables.activate(OTHER)
 
     _in_child(subject, act)
