@@ -29,6 +29,7 @@ from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import default_schedule, refuse_what_tables_cannot_serve, schedule_of
 from vllm_h3_plugin.host.session import Session, open_session
+from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.weights import predict_resident
@@ -87,6 +88,7 @@ class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
         device, values, progress = get_local_device(), settings.load(), Progress()
         watch = MemoryWatch.for_session(session, device)
         watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes)
+        require_snapshot(session, values)
         with (
             streamed_vaes(
                 session.inventory.partitions,

@@ -27,6 +27,7 @@ from vllm_h3_plugin.host.parts import Part
 from vllm_h3_plugin.host.session import Session
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Recipe
+from vllm_h3_plugin.settings import Settings
 
 logger = init_logger(__name__)
 
@@ -118,6 +119,18 @@ class Snapshots:
         except (SnapshotError, OSError) as exc:
             logger.warning("H3 snapshot is not written: %s", exc)
             return None
+
+
+def require_snapshot(session: Session, settings: Settings) -> None:
+    """Under H3_SNAPSHOT=require, see that there is one before anything is read for a start that must be refused.
+
+    Raises:
+        SnapshotError: there is none that fits, or its manifest or a file's header or size is not sound.
+    """
+    if settings.snapshot == "require":
+        snapshot = Snapshots(session, settings.cache_dir.expanduser(), settings.snapshot).find()
+        assert snapshot is not None  # else it has raised
+        snapshot.close()
 
 
 def commit(writer: SnapshotWriter | None) -> str:
