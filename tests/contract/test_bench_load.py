@@ -251,3 +251,12 @@ def test_arguments_that_measure_nothing_are_refused(arguments: list[str], messag
 
     with pytest.raises(UsageError, match=f"(?s){message}"):
         app(["load", *arguments], standalone_mode=False)
+
+
+def test_a_machine_without_an_accelerator_is_told_of_the_reference_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_h3_plugin.cli.bench import app
+
+    monkeypatch.delenv("H3_REFERENCE", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"(?s)no accelerator.*H3_REFERENCE=1"):
+        app(["load"], standalone_mode=False)

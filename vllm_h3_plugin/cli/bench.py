@@ -33,7 +33,7 @@ def bench() -> None:
     \b
     Examples:
       H3_REFERENCE=1 vllm-h3 bench load        a minute, without a GPU
-      vllm-h3 bench load --true-width          real widths, 20 layers, 26 GB
+      vllm-h3 bench load --true-width          real widths, 20 layers: 34 GB, and 16 GB beside it
       vllm-h3 bench load /models/H3/FL2VA      a checkpoint of your own
     """
 
@@ -50,7 +50,7 @@ def load(
     text_layers: Annotated[
         int | None, typer.Option(help="Its text encoder layers.", show_default="1, or 4 with --true-width")
     ] = None,
-    true_width: Annotated[bool, typer.Option("--true-width", help="Real widths: 1.25 GB a DiT block.")] = False,
+    true_width: Annotated[bool, typer.Option("--true-width", help="Real widths: 1.3 GB a DiT block.")] = False,
     work_dir: Annotated[
         Path | None,
         typer.Option(help="Folder on the disk to measure.", show_default="a temporary one in the current folder"),
@@ -88,7 +88,7 @@ def load(
     _host_environment()
     command = _command(checkpoint, true_width, depth, recipe, repeat, threads, threads_sweep)
     with _folder(work_dir) as folder:
-        source = checkpoint or _synthetic(folder, true_width, *depth)
+        source = checkpoint or _synthetic(folder, true_width, depth, recipe, repeat)
         try:
             found, outcome = _measure(source, folder, recipe, repeat, threads, threads_sweep, output, command)
         finally:
@@ -172,6 +172,16 @@ def _host_environment() -> None:
     # The host logs to stdout unless told otherwise; stdout is for the result.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    import torch
+
+    from vllm_h3_plugin.settings import reference_requested
+
+    if not (reference_requested() or torch.accelerator.is_available()):
+        raise UsageError(
+            "there is no accelerator here to measure",
+            why=f"torch {torch.__version__} finds none, and H3_REFERENCE is not set",
+            fix="Set H3_REFERENCE=1 to run on the CPU reference platform, or run this on the GPU machine.",
+        )
 
 
 @contextmanager
@@ -185,18 +195,19 @@ def _folder(work_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _synthetic(folder: Path, true_width: bool, layers: int, text_layers: int) -> Path:
+def _synthetic(folder: Path, true_width: bool, depth: tuple[int, int], recipe: str, repeat: int) -> Path:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from vllm_h3_plugin.cli.console import stderr
     from vllm_h3_plugin.host.bench_checkpoint import planned_bytes, require_room, spec_of, write
+    from vllm_h3_plugin.host.bench_load import bytes_of
 
-    spec = spec_of(true_width=true_width, layers=layers, text_layers=text_layers)
+    spec = spec_of(true_width=true_width, layers=depth[0], text_layers=depth[1])
     root = folder / "checkpoint"
     if root.exists():
         raise UsageError(f"{root} is in the way", why="nothing is overwritten", fix="Remove it, or give it as CKPT.")
     total = planned_bytes(spec)
-    require_room(folder, total + total * 3 // 4)  # quantized and with its tables it is a little over half
+    require_room(folder, bytes_of(spec, recipe, repeat))
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:
         with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True) as bar:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint to measure with, written as fast as the disk takes it.
 
-``vllm-h3 synth`` draws every value of 26 GB anew, which takes minutes. Here each tensor is one block of random numbers
+``vllm-h3 synth`` draws every value of 34 GB anew, which takes minutes. Here each tensor is one block of random numbers
 over and over, from a place of its own: as finite and as spread as real weights, and as far from compressible.
 """
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from vllm_h3_plugin import settings
 from vllm_h3_plugin.checkpoint.inventory import Inventory, take_inventory
 from vllm_h3_plugin.checkpoint.layout import linear_layers
 from vllm_h3_plugin.checkpoint.reader import ReadOptions
+from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, planned_bytes
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host import bench_pipeline, bench_table
 from vllm_h3_plugin.host.bench_checkpoint import require_room
@@ -39,7 +40,8 @@ RAW, LOAD, LOAD_AND_WRITE = "raw read", "load", "load, snapshot written"
 SNAPSHOT_RAW, RESTART = "raw read of the snapshot", "restart from the snapshot"
 ADALN_RAW, TABLE = "raw read of AdaLN", "table build"
 
-_T = TypeVar("_T", RawRead, LoadRun, TableRun)
+# Tokenizer, configs and headers, rounded up.
+_SIDE_FILES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Bench:
             UsageError: the disk of ``work_dir`` has no room for a snapshot and tables.
         """
         self._empty_caches()
-        require_room(self._options.work_dir, bytes_written(self.measured, self._options.repeat))
+        require_room(self._options.work_dir, bytes_beside(self.measured.predicted, self._options.repeat))
         try:
             with bench_pipeline.omni_world():
                 for number in range(self._options.repeat):
@@ -258,10 +260,17 @@ def _table_in_words(run: TableRun) -> str:
     return f"{run.rows} rows in {run.build_s:.2f} s, kept after {run.ready_s:.2f} s, {verdict}"
 
 
-def bytes_written(measured: Measured, repeat: int) -> int:
+def bytes_beside(predicted: Resident, repeat: int) -> int:
     """Bytes that a run writes beside its checkpoint, at most: a snapshot, and tables of 50 steps with pictures."""
-    table = measured.predicted.table
-    return measured.predicted.nbytes + (0 if table is None else (2 + 2 * repeat) * table.nbytes)
+    table = 0 if predicted.table is None else predicted.table.nbytes
+    return predicted.nbytes + (2 + 2 * repeat) * table
+
+
+def bytes_of(spec: SynthSpec, recipe: str, repeat: int) -> int:
+    """Bytes that a run with a synthetic checkpoint needs on its disk."""
+    precisions = plan(load_recipe(recipe), linear_layers(spec.dit, spec.text))
+    predicted = predict_resident(ModelShapes(spec.dit, spec.text, vaes={}), precisions)
+    return planned_bytes(spec) + bytes_beside(predicted, repeat) + _SIDE_FILES
 
 
 def measure(options: Options, **callbacks: Any) -> Measured:

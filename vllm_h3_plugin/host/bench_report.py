@@ -156,11 +156,14 @@ def load_rows(found: Measured) -> list[dict[str, Any]]:
     """One row a step."""
     rows = []
     for step in (RAW, LOAD, LOAD_AND_WRITE, SNAPSHOT_RAW, RESTART, ADALN_RAW, TABLE):
-        runs: list[RawRead | LoadRun | TableRun] = [*found.loads.get(step, ()), *found.raw.get(step, ())]
-        runs += found.tables if step == TABLE else ()
+        runs: list[RawRead | LoadRun | TableRun] = []
+        runs += found.loads.get(step, ())
+        runs += found.raw.get(step, ())
+        if step == TABLE:
+            runs += found.tables
         rows.append(_row(step, runs, found.errors.get(step, "")))
-    for threads, pair in found.sweep.items():
-        rows += [_row(f"{what}, {threads} threads", [run], "") for what, run in zip((RAW, LOAD), pair, strict=True)]
+    for threads, (raw, load) in found.sweep.items():
+        rows += [_row(f"{RAW}, {threads} threads", [raw], ""), _row(f"{LOAD}, {threads} threads", [load], "")]
     first = next(iter(found.loads.get(LOAD, ())), None)
     for vae in first.vaes if first else ():
         way = "streamed" if vae["streamed"] else f"in the host's way: {vae['reason']}"
