@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With the ``bf16`` recipe the plugin's clips are the stock host's, bit for bit: same platform, same attention."""
+"""Without quantization the plugin's clips are the stock host's, bit for bit: same platform, same attention.
+
+AdaLN comes from a table on the plugin's side (``bf16-table``) and from resident weights on the host's; one server of
+``bf16``, where the plugin keeps them resident too, is compared as well.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,22 @@ from vllm_h3_plugin.video.decode import decoded_frames
 @pytest.fixture(scope="module")
 def pair(servers: Servers, fl2va: Path) -> tuple[Running, Running]:
     # Ours with a worker process, the stock host in one: equality holds across executors too.
-    ours = servers.launch(servers.profile(fl2va, recipe="bf16", executor="mp"))
+    ours = servers.launch(servers.profile(fl2va, recipe="bf16-table", executor="mp"))
     theirs = servers.launch(servers.profile(fl2va, recipe="bf16"), stock=True)
     return servers.ready(ours), servers.ready(theirs, stock=True)
 
 
 @pytest.fixture(scope="module")
 def reference_pair(servers: Servers, ref2va: Path) -> tuple[Running, Running]:
-    ours = servers.launch(servers.profile(ref2va, recipe="bf16"))
+    ours = servers.launch(servers.profile(ref2va, recipe="bf16-table"))
     theirs = servers.launch(servers.profile(ref2va, recipe="bf16"), stock=True)
     return servers.ready(ours), servers.ready(theirs, stock=True)
+
+
+@pytest.fixture(scope="module")
+def resident(servers: Servers, fl2va: Path) -> Running:
+    """AdaLN weights resident, as the host has them."""
+    return servers.start(fl2va, recipe="bf16")
 
 
 def _same(pair: tuple[Running, Running], asked: VideoRequest, folder: Path) -> None:
@@ -37,6 +47,8 @@ def _same(pair: tuple[Running, Running], asked: VideoRequest, folder: Path) -> N
 def test_the_plugins_side_is_bf16_in_a_worker_of_its_own(pair: tuple[Running, Running]) -> None:
     worker = pair[0].info["workers"][0]
     assert worker["backend"] is None and worker["pid"] != pair[0].server.pid
+    assert worker["adaln"] == "table"
+    assert "no snapshot" in worker["load"]["detail"], "a recipe that quantizes nothing left a snapshot"
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -55,6 +67,13 @@ def test_ref2va_is_bit_identical(
     reference_pair: tuple[Running, Running], tmp_path: Path, pictures: tuple[Path, Path]
 ) -> None:
     _same(reference_pair, request(*pictures, steps=2), tmp_path)
+
+
+def test_t2va_is_bit_identical_with_resident_adaln(
+    resident: Running, pair: tuple[Running, Running], tmp_path: Path
+) -> None:
+    assert resident.info["workers"][0]["adaln"] == "resident"
+    _same((resident, pair[1]), request(), tmp_path)
 
 
 def test_the_seed_reaches_the_clip_so_that_equality_means_something(
