@@ -23,7 +23,8 @@ from vllm_h3_plugin.serving.server import free_port
 
 MOST_CACHED = 0.02
 """Share of a checkpoint's bytes that may stay in the page cache."""
-HEADER_READAHEAD = 64 << 10
+HEADER_READAHEAD = 128 << 10
+"""What Linux reads behind a header unless told otherwise (read_ahead_kb)."""
 
 
 def load_of(running: Running) -> dict[str, Any]:
