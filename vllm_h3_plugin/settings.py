@@ -77,7 +77,7 @@ class Settings(BaseModel):
         default=None,
         description="File that `vllm-h3 checksums` wrote. Every shard is held against its SHA-256 while it is read.",
     )
-    read_threads: int = Field(default=8, ge=1, le=64, description="Threads that read weights from disk.")
+    read_threads: int = Field(default=4, ge=1, le=64, description="Threads that read weights from disk.")
     read_buffer_mib: int = Field(
         default=1024, ge=64, description="MiB of buffers (page-locked on CUDA) that weights are read into."
     )

@@ -322,3 +322,10 @@ def test_an_adapter_of_the_embedder_is_not_sent_to_resident_adaln(name: str) -> 
 
 def test_turbos_names_are_no_table_matter(turbo: Path) -> None:
     refuse_adapter_of_adaln(turbo, [f"{name}.lora_A.default.weight" for name in host_lora._TURBO_EXPECTED_RAW_TARGETS])
+
+
+def test_the_served_pipeline_refuses_them() -> None:
+    from vllm_h3_plugin.host.pipeline import MiniMaxH3Pipeline
+
+    order = MiniMaxH3Pipeline.__mro__
+    assert order.index(AdaptersBesideTables) < order.index(host_pipeline.MiniMaxH3Pipeline)

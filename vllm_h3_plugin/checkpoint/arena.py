@@ -12,8 +12,9 @@ from typing import Protocol
 
 import torch
 
-# A region starts at a multiple of this, so that it can be viewed as any dtype and copied by any engine.
-_ALIGN = 512
+# Memory is handed out in multiples of this, at addresses that are multiples of it: what O_DIRECT needs
+# (shard_io.BLOCK), and enough for any dtype and any copy engine.
+_ALIGN = 4096
 
 
 @dataclass(eq=False)
@@ -21,13 +22,15 @@ class Region:
     """Memory for one tensor.
 
     Attributes:
-        tensor: [nbytes] uint8.
+        tensor: [nbytes] uint8, at an address that lies ``lead`` bytes behind a multiple of 4096.
+        room: [multiple of 4096] uint8: the tensor with what is before and after it up to such multiples.
         begin: for the ring: bytes that were ever handed out before it; likewise ``end``.
         end: begin + nbytes, rounded up.
         free: whether it was released.
     """
 
     tensor: torch.Tensor
+    room: torch.Tensor
     begin: int = 0
     end: int = 0
     free: bool = False
@@ -36,8 +39,11 @@ class Region:
 class Memory(Protocol):
     """What hands out regions."""
 
-    def acquire(self, nbytes: int) -> Region | None:
-        """A region of that size; None while there is no room. Never None once everything was released."""
+    def acquire(self, nbytes: int, lead: int = 0) -> Region | None:
+        """A region of that size, ``lead`` bytes (below 4096) behind a multiple of 4096; None while there is no room.
+
+        Never None once everything was released.
+        """
 
     def release(self, region: Region) -> None:
         """Give a region back, in any order."""
@@ -54,12 +60,13 @@ class OwnMemory:
         self._ahead = ahead
         self._held = 0
 
-    def acquire(self, nbytes: int) -> Region | None:
+    def acquire(self, nbytes: int, lead: int = 0) -> Region | None:
         """See :class:`Memory`."""
         if self._held and self._held + nbytes > self._ahead:
             return None
         self._held += nbytes
-        return Region(torch.empty(nbytes, dtype=torch.uint8))
+        room = _aligned(_up(lead + nbytes))
+        return Region(room[lead : lead + nbytes], room)
 
     def release(self, region: Region) -> None:
         """See :class:`Memory`."""
@@ -78,25 +85,27 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, largest: int, pin: bool = False) -> None:
-        self._capacity = max(1, -(-nbytes // _ALIGN)) * _ALIGN
-        self._ring = torch.empty(self._capacity, dtype=torch.uint8, pin_memory=pin)
+        self._capacity = max(_ALIGN, _up(nbytes))
+        self._ring = _aligned(self._capacity, pin=pin)
         self._largest = largest
         self._overflow: torch.Tensor | None = None
         self._overflow_region: Region | None = None
         self._regions: deque[Region] = deque()
 
-    def acquire(self, nbytes: int) -> Region | None:
+    def acquire(self, nbytes: int, lead: int = 0) -> Region | None:
         """See :class:`Memory`."""
-        if nbytes > self._capacity:
-            return self._acquire_overflow(nbytes)
+        size = _up(lead + nbytes)
+        if size > self._capacity:
+            return self._acquire_overflow(nbytes, lead)
         begin = self._regions[-1].end if self._regions else 0
         place = begin % self._capacity
-        if place + nbytes > self._capacity:  # what is left before the ring's end is skipped
+        if place + size > self._capacity:  # what is left before the ring's end is skipped
             begin, place = begin - place + self._capacity, 0
-        end = begin + -(-nbytes // _ALIGN) * _ALIGN
+        end = begin + size
         if self._regions and end - self._regions[0].begin > self._capacity:
             return None
-        region = Region(self._ring[place : place + nbytes], begin, end)
+        room = self._ring[place : place + size]
+        region = Region(room[lead : lead + nbytes], room, begin, end)
         self._regions.append(region)
         return region
 
@@ -109,10 +118,22 @@ class Arena:
         while self._regions and self._regions[0].free:
             self._regions.popleft()
 
-    def _acquire_overflow(self, nbytes: int) -> Region | None:
+    def _acquire_overflow(self, nbytes: int, lead: int) -> Region | None:
         if self._overflow_region is not None:
             return None
         if self._overflow is None:
-            self._overflow = torch.empty(self._largest, dtype=torch.uint8)
-        self._overflow_region = Region(self._overflow[:nbytes])
+            self._overflow = _aligned(_up(self._largest) + _ALIGN)
+        room = self._overflow[: _up(lead + nbytes)]
+        self._overflow_region = Region(room[lead : lead + nbytes], room)
         return self._overflow_region
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _aligned(nbytes: int, *, pin: bool = False) -> torch.Tensor:
+    """Memory at an address that is a multiple of 4096. Page-locked memory is; torch's own starts anywhere."""
+    memory = torch.empty(nbytes if pin else nbytes + _ALIGN, dtype=torch.uint8, pin_memory=pin)
+    skip = -memory.data_ptr() % _ALIGN
+    return memory if pin and not skip else memory[skip : skip + nbytes]

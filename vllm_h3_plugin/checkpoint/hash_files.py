@@ -7,6 +7,7 @@ SHA-256 of one file cannot be split, so files are what runs in parallel. Importi
 from __future__ import annotations
 
 import hashlib
+import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -66,10 +67,11 @@ def _hash(file: ShardFile, stop: threading.Event, advance: Callable[[int], None]
     try:
         shard = OpenShard(file)
         try:
-            state, buffer, position = hashlib.sha256(), memoryview(bytearray(min(_BLOCK, file.size))), 0
+            # A mapping lies at a page's begin, which reading past the page cache needs.
+            state, buffer, position = hashlib.sha256(), memoryview(mmap.mmap(-1, _BLOCK)), 0
             while position < file.size and not stop.is_set():
                 view = buffer[: min(_BLOCK, file.size - position)]
-                shard.read_into(view, position)
+                shard.read_into(view, position, room=buffer)
                 state.update(view)
                 position += len(view)
                 advance(len(view))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vllm_h3_plugin.checkpoint.arena import Memory, Region
 from vllm_h3_plugin.checkpoint.read_plan import Segment, cut
-from vllm_h3_plugin.checkpoint.shard_io import OpenShard
+from vllm_h3_plugin.checkpoint.shard_io import BLOCK, OpenShard
 from vllm_h3_plugin.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
@@ -32,6 +32,7 @@ class _Item:
     shard: OpenShard
     region: Region
     view: memoryview
+    room: memoryview
     blocks: Iterator[tuple[int, int]]
     unread: int
     inspected: bool = False
@@ -170,8 +171,10 @@ class ReadPool:
         while (block := self._next_block()) is not None:
             item, begin, end = block
             start = item.segment.offset
+            first = start - start % BLOCK
+            room = item.room[begin - begin % BLOCK - first : -(-end // BLOCK) * BLOCK - first]
             try:
-                item.shard.read_into(item.view[begin - start : end - start], begin, item.segment.what)
+                item.shard.read_into(item.view[begin - start : end - start], begin, item.segment.what, room=room)
                 if self._count(item, end - begin):
                     self._complete(item)
             except CheckpointError as exc:
@@ -189,7 +192,7 @@ class ReadPool:
                 if self._issued == len(self._segments):
                     return None
                 segment = self._segments[self._issued]
-                region = self._memory.acquire(segment.nbytes)
+                region = self._memory.acquire(segment.nbytes, segment.offset % BLOCK)
                 if region is None:
                     self._room.wait()
                     continue
@@ -207,8 +210,8 @@ class ReadPool:
             self._shards[path] = OpenShard(segment.file)
         begin, end = segment.offset, segment.offset + segment.nbytes
         blocks = list(cut(begin, end, self._block_bytes)) or [(begin, end)]
-        view = region.tensor.numpy().data
-        item = _Item(self._issued, segment, self._shards[path], region, view, iter(blocks), len(blocks))
+        view, room = region.tensor.numpy().data, region.room.numpy().data
+        item = _Item(self._issued, segment, self._shards[path], region, view, room, iter(blocks), len(blocks))
         self._items[item.index] = item
         return item
 

@@ -2,8 +2,8 @@
 """Read one part's weights in file order, at the speed of the disk, without leaving them in the page cache.
 
 A file that is mapped, or read and left in the cache, competes with the model for unified memory. So several threads
-read blocks ahead with ``preadv`` into memory that is used again, and drop the pages behind each block with
-``posix_fadvise(DONTNEED)``.
+read blocks ahead with ``preadv`` into memory that is used again, past the page cache (O_DIRECT) where the file system
+can, else dropping the pages behind each block with ``posix_fadvise(DONTNEED)``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm_h3_plugin.checkpoint.digests import FileDigests, TensorDigests
 from vllm_h3_plugin.checkpoint.inventory import PartInventory
 from vllm_h3_plugin.checkpoint.read_plan import plan_reads
 from vllm_h3_plugin.checkpoint.read_pool import Progress, ReadPool
+from vllm_h3_plugin.checkpoint.safetensors_header import TensorRecord
 
 # safetensors dtype -> torch dtype.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -55,7 +56,7 @@ class ReadOptions:
         pin: page-lock the buffer, for copies to a CUDA device.
     """
 
-    threads: int = 8
+    threads: int = 4
     buffer_bytes: int = 1 << 30
     block_bytes: int = 16 << 20
     pin: bool = False
@@ -129,7 +130,7 @@ class WeightSource:
             for segment, region in reading:
                 record = segment.record
                 assert record is not None
-                yield record.name, region.tensor.view(TORCH_DTYPES[record.dtype]).view(record.shape)
+                yield record.name, _as(region.tensor, record)
         finally:
             reading.close()
 
@@ -137,6 +138,14 @@ class WeightSource:
         if self._options is None:
             return OwnMemory(_AHEAD)
         largest = max((segment.nbytes for segment in self._segments), default=0)
-        # Alignment takes less than a page a tensor.
-        needed = self.total_bytes + 4096 * len(self._segments)
+        # Alignment takes less than two pages a tensor.
+        needed = self.total_bytes + 2 * 4096 * len(self._segments)
         return Arena(min(self._options.buffer_bytes, needed), largest=largest, pin=self._options.pin)
+
+
+def _as(data: torch.Tensor, record: TensorRecord) -> torch.Tensor:
+    dtype = TORCH_DTYPES[record.dtype]
+    if data.storage_offset() % dtype.itemsize:
+        # It lies in memory as it lies in the file, and a file may put it at any byte.
+        data = data.clone()
+    return data.view(dtype).view(record.shape)

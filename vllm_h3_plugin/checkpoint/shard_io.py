@@ -13,40 +13,87 @@ from vllm_h3_plugin.checkpoint.page_cache import drop_file, drop_range
 from vllm_h3_plugin.checkpoint.safetensors_header import ShardFile
 from vllm_h3_plugin.errors import CheckpointError
 
+BLOCK = 4096
+"""Files are read past the page cache in multiples of this, at offsets and into memory that are multiples of it."""
+
+# Linux has it; elsewhere files are read through the page cache.
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
 
 class OpenShard:
-    """A descriptor of a file that is still the one whose header was read.
+    """Descriptors of a file that is still the one whose header was read.
 
-    The kernel's readahead stays as it is. Without it (POSIX_FADV_RANDOM) nothing but what was asked for would be
-    cached, but reading costs a third more CPU time, since the kernel then takes pages one by one; and what it reads
-    too much is dropped when the file is closed.
+    It is read past the page cache (O_DIRECT) where its file system can: that takes a tenth of the CPU time, nothing has
+    to be dropped behind, and one thread keeps a disk busy. Where it cannot (tmpfs, some network and overlay file
+    systems), the kernel reads through the cache and what was read is dropped.
+
+    Args:
+        direct: False: through the page cache, for comparison.
 
     Raises:
         CheckpointError: it cannot be opened, or has changed since.
     """
 
-    def __init__(self, file: ShardFile) -> None:
+    def __init__(self, file: ShardFile, *, direct: bool = True) -> None:
         self.file = file
+        self._direct: int | None = None
         try:
             self.descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as exc:
             raise self._unreadable(0, exc) from exc
         try:
             self.check_unchanged()
+            if direct and _O_DIRECT:
+                self._direct = self._open_direct()
         except BaseException:
             os.close(self.descriptor)
             raise
 
-    def read_into(self, view: memoryview, offset: int, what: str = "") -> None:
-        """Fill ``view`` with the bytes from ``offset`` on and drop them from the page cache.
+    @property
+    def direct(self) -> bool:
+        """Whether it is read past the page cache."""
+        return self._direct is not None
+
+    def _open_direct(self) -> int | None:
+        try:
+            return os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+        except OSError:
+            return None
+
+    def read_into(self, view: memoryview, offset: int, what: str = "", *, room: memoryview | None = None) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on.
 
         Args:
             what: what these bytes belong to, for the message.
+            room: the memory around ``view``, from the last multiple of :data:`BLOCK` before its first byte to the next
+                one after its last, its address such a multiple too. None: there is none, and the page cache is used.
 
         Raises:
             CheckpointError: the file cannot be read or ends early; ``details["offset"]`` is the byte.
         """
         done = 0
+        if room is not None and self._direct is not None:
+            done = self._read_direct(room, offset, len(view))
+        if done < len(view):
+            self._read_cached(view, offset, done, what)
+
+    def _read_direct(self, room: memoryview, offset: int, wanted: int) -> int:
+        """Bytes of those wanted that were read; fewer where the disk or the file system does not go along."""
+        assert self._direct is not None
+        lead = offset % BLOCK
+        done = 0
+        while done < lead + wanted:
+            try:
+                size = os.preadv(self._direct, [room[done:]], offset - lead + done)
+            except OSError:
+                break  # the cached read says what is wrong, if anything is
+            done += size
+            if size == 0 or done % BLOCK:
+                break  # the file's end, or a read that was cut short where the next one could not begin
+        return max(0, min(done - lead, wanted))
+
+    def _read_cached(self, view: memoryview, offset: int, done: int, what: str) -> None:
+        begin = offset + done
         while done < len(view):
             try:
                 size = os.preadv(self.descriptor, [view[done:]], offset + done)
@@ -62,7 +109,7 @@ class OpenShard:
                     offset=end,
                 )
             done += size
-        drop_range(self.descriptor, offset, offset + len(view))
+        drop_range(self.descriptor, begin, offset + len(view))
 
     def check_unchanged(self) -> None:
         """Compare size and time with the header's, and the file that was opened with the one of that name now.
@@ -88,6 +135,9 @@ class OpenShard:
             drop_file(self.descriptor)
         finally:
             os.close(self.descriptor)
+            if self._direct is not None:
+                os.close(self._direct)
+                self._direct = None
 
     def _changed(self, why: str) -> CheckpointError:
         return CheckpointError(

@@ -121,7 +121,7 @@ class TableStore:
         """
         table = self.resident(schedule)
         if table is None:
-            self._make_room(schedule)
+            self.make_room(schedule)
             table = self._from_disk_or(schedule, build)
             self.keep(table)
         return table
@@ -203,7 +203,7 @@ class TableStore:
             return values.to(self._device, copy=True)
         raise AssertionError("a header with one tensor yields one tensor")
 
-    def _make_room(self, schedule: Schedule) -> None:
+    def make_room(self, schedule: Schedule) -> None:
         """Drop the least recently used tables until the new one fits, before its memory is taken."""
         needed = self._shape.nbytes(schedule.rows)
         while self._tables and self.nbytes + needed > self._device_bytes:

@@ -110,6 +110,10 @@ class LayerProjections:
             return torch.cat(projection(embedding), dim=-1).view(embedding.shape[0], -1)
 
         self._builder.add(layer, project)
+        for param in projection.parameters():
+            # A host layer is a reference cycle (parameter, weight loader, layer) and would keep its weights until the
+            # collector comes by: at true width every layer's at once.
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
 
 class AdalnTables:
@@ -169,7 +173,7 @@ class AdalnTables:
         if get_tensor_model_parallel_world_size() == 1:
             return self.store.get(schedule, build)
         # A projection is a collective there: all ranks build, or none does, and none waits for another's lock.
-        self.store._make_room(schedule)
+        self.store.make_room(schedule)
         table = self.store.load(schedule)
         found: list[bool] = [False] * get_tensor_model_parallel_world_size()
         torch.distributed.all_gather_object(found, table is not None, group=get_tp_group().cpu_group)

@@ -22,6 +22,7 @@ from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
+from vllm_h3_plugin.host.adapters import AdaptersBesideTables
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
@@ -69,7 +70,7 @@ def refuse_what_the_loader_skips(pipeline: Any) -> None:
             )
 
 
-class MiniMaxH3Pipeline(host_pipeline.MiniMaxH3Pipeline):
+class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
     Raises (from ``__init__``, before the DiT and the text encoder are read; an adapter that is refused costs the VAEs):

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +78,13 @@ def test_tensors_of_its_own_memory_stay_valid(dit: PartInventory) -> None:
 
 def test_tensors_lie_in_one_buffer_that_is_used_again(dit: PartInventory) -> None:
     largest = max(record.nbytes for record in dit.tensors)
-    options = ReadOptions(buffer_bytes=largest, block_bytes=4096)
+    options = ReadOptions(buffer_bytes=largest + 2 * 4096, block_bytes=4096)
     begins, ends = set(), set()
     for _, tensor in WeightSource(dit, options=options):
         begins.add(tensor.untyped_storage().data_ptr())
         ends.add(tensor.data_ptr() + tensor.nbytes)
     assert len(begins) == 1
-    assert max(ends) - min(begins) <= largest + 512 < dit.nbytes
+    assert max(ends) - min(begins) <= largest + 3 * 4096 < dit.nbytes
 
 
 def test_a_tensor_is_left_alone_until_the_next_is_taken(dit: PartInventory) -> None:
@@ -117,7 +119,7 @@ def test_tensors_that_the_ring_cannot_hold_share_one_buffer(dit: PartInventory) 
         for _, tensor in WeightSource(dit, options=ReadOptions(buffer_bytes=ring))
     }
     assert len(storages) == 2
-    assert sum(size for _, size in storages) <= ring + sizes[-1] + 512
+    assert sum(size for _, size in storages) <= ring + sizes[-1] + 5 * 4096
 
 
 def test_progress_goes_from_nothing_to_all(dit: PartInventory) -> None:
@@ -232,6 +234,7 @@ def test_short_read_names_path_and_offset(dit: PartInventory, monkeypatch: pytes
             return 0
         return real(descriptor, [views[0][:16]] if offset == record.offset else views, offset)
 
+    monkeypatch.setattr(shard_io, "_O_DIRECT", 0)
     monkeypatch.setattr(shard_io.os, "preadv", preadv)
     read = []
     with pytest.raises(CheckpointError) as caught:
@@ -389,6 +392,7 @@ def test_pages_are_dropped_behind_every_block(dit: PartInventory, monkeypatch: p
     def drop_range(descriptor: int, begin: int, end: int) -> None:
         dropped.update((os.readlink(f"/proc/self/fd/{descriptor}"), byte) for byte in range(begin, end))
 
+    monkeypatch.setattr(shard_io, "_O_DIRECT", 0)
     monkeypatch.setattr(shard_io, "drop_range", drop_range)
     for name, _ in WeightSource(dit, options=RING):
         record = next(tensor for tensor in dit.tensors if tensor.name == name)
@@ -409,3 +413,84 @@ def test_eight_threads_are_not_slower_than_one(large: PartInventory) -> None:
 
     pairs = [(seconds(8), seconds(1)) for _ in range(3)]
     assert min(eight for eight, _ in pairs) <= 2 * max(one for _, one in pairs)
+
+
+def _fallen_back(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that were read through the page cache, a number for each such read."""
+    fallen: list[int] = []
+    cached = shard_io.OpenShard._read_cached
+
+    def read(self: shard_io.OpenShard, view: memoryview, offset: int, done: int, what: str) -> None:
+        fallen.append(len(view) - done)
+        cached(self, view, offset, done, what)
+
+    monkeypatch.setattr(shard_io.OpenShard, "_read_cached", read)
+    return fallen
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 20, 4096, 1024])
+@pytest.mark.parametrize("options", [None, ReadOptions(buffer_bytes=1 << 20)])
+def test_bytes_that_are_read_past_the_page_cache_are_the_files(
+    dit: PartInventory, options: ReadOptions | None, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallen = _fallen_back(monkeypatch)
+    expected = reference(dit)
+    how = None if options is None else replace(options, block_bytes=block_bytes)
+    shard = shard_io.OpenShard(dit.files[0])
+    direct = shard.direct
+    shard.close()
+    if not direct:
+        pytest.skip("the folder of temporary files is on a file system without O_DIRECT")
+    for name, tensor in WeightSource(dit, options=how):
+        assert torch.equal(as_bytes(tensor), as_bytes(expected[name]))
+    assert fallen == []
+
+
+def test_a_file_system_that_cannot_do_it_is_read_through_the_cache(
+    dit: PartInventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int, *args: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(shard_io.os, "open", refuse)
+    fallen = _fallen_back(monkeypatch)
+    expected = reference(dit)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in WeightSource(dit, options=RING))
+    assert sum(fallen) == dit.nbytes
+
+
+@pytest.mark.parametrize("at_most", [0, 100, 4096, 5000])
+def test_a_direct_read_that_is_cut_short_is_finished_through_the_cache(
+    dit: PartInventory, at_most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def preadv(descriptor: int, views: list[memoryview], offset: int) -> int:
+        direct = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        if direct and at_most < 4096:
+            return min(at_most, real(descriptor, views, offset))
+        return real(descriptor, [views[0][:4096]] if direct else views, offset)
+
+    monkeypatch.setattr(shard_io.os, "preadv", preadv)
+    expected = reference(dit)
+    for name, tensor in WeightSource(dit, options=RING):
+        assert torch.equal(as_bytes(tensor), as_bytes(expected[name]))
+
+
+def test_a_tensor_that_lies_at_an_odd_byte_is_read_as_well(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(3, dtype=torch.uint8), "b": torch.arange(5, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    part = part_of(tmp_path / "x.safetensors")
+    first, second = part.tensors
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    moved = raw[: first.offset] + b"\0" + raw[first.offset :]
+    (tmp_path / "x.safetensors").write_bytes(moved)
+    stat = (tmp_path / "x.safetensors").stat()
+    records = tuple(replace(record, offset=record.offset + 1) for record in (first, second))
+    file = replace(part.files[0], size=stat.st_size, mtime_ns=stat.st_mtime_ns, tensors=records)
+    read = dict(WeightSource(replace(part, files=(file,), tensors=records)))
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)

@@ -91,7 +91,7 @@ def test_strided_tensors_and_pieces_larger_than_a_chunk_are_written_right(tmp_pa
 
 
 def test_waiting_copies_are_bounded(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(snapshot_writer, "_QUEUE_BYTES", 1024)
+    monkeypatch.setattr(snapshot_writer, "_QUEUE_BYTES", 8192)
     gate = threading.Event()
     pwrite = os.pwrite
     entries = tuple(Entry(f"w{i}", "F32", (8,), (Piece(None, 0, 8),)) for i in range(8))
@@ -107,7 +107,7 @@ def test_waiting_copies_are_bounded(tmp_path: Path, monkeypatch) -> None:
         thread = threading.Thread(target=load)
         thread.start()
         thread.join(0.3)
-        assert done == [0, 1], "each takes 512 bytes, so two fit in 1024"
+        assert done == [0, 1], "each takes a page, so two fit in 8192"
         gate.set()
         thread.join(30)
         folder = open_writer.commit()
