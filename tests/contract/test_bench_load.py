@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tools.results import parse_result
-from vllm_h3_plugin.checkpoint import page_cache, shard_io
+from vllm_h3_plugin.checkpoint import page_cache
 from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.checkpoint.loader import LoadReport
 from vllm_h3_plugin.conditioning.table import TableBuilder
@@ -149,8 +150,11 @@ def measured(bench: Any, run: Any, **changes: Any) -> Any:
 def test_a_loader_that_leaves_pages_cached_is_seen(
     bench: Any, run: Any, loaded: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name in ((shard_io, "drop_range"), (shard_io, "drop_file"), (page_cache, "drop")):
-        monkeypatch.setattr(module, name, lambda *args, **kwargs: None)
+    def leave(paths: Any) -> None:
+        for path in paths:
+            Path(path).read_bytes()
+
+    monkeypatch.setattr(page_cache, "drop", leave)
     result = loaded().run
     assert result.cold.share <= 0.02
     assert measured(bench, run, loads={bench.load.LOAD: [result]})["page_cache_share_after_load"] > 0.5
@@ -227,9 +231,34 @@ def test_a_raw_read_reads_every_byte_once_and_notices_a_short_file(bench: Any, t
     path.write_bytes(bytes(300_001))
     ranges = [bench.reads.Range(path, 0, 100_000), bench.reads.Range(path, 100_000, 300_001)]
     assert bench.reads.joined(ranges) == bench.reads.whole([path])
-    assert bench.reads.read_raw(ranges, threads=3, block_bytes=1 << 16).nbytes == 300_001
-    with pytest.raises(CheckpointError, match="ends at byte 300001"):
-        bench.reads.read_raw([bench.reads.Range(path, 0, 300_002)], threads=3, block_bytes=1 << 16)
+    for direct in (True, False):
+        how = {"threads": 3, "block_bytes": 1 << 16, "direct": direct}
+        assert bench.reads.read_raw(ranges, **how).nbytes == 300_001
+        with pytest.raises(CheckpointError, match="ends at byte 300001"):
+            bench.reads.read_raw([bench.reads.Range(path, 0, 300_002)], **how)
+
+
+def test_loads_are_held_against_the_faster_of_two_ways_to_read(run: Any, bench: Any) -> None:
+    (faster,), (slower,) = run.found.raw[bench.load.RAW], run.found.raw[bench.load.RAW_OTHER]
+    assert faster.rate >= slower.rate and faster.nbytes == slower.nbytes
+    assert all(read.direct == faster.direct for step in (bench.load.SNAPSHOT_RAW,) for read in run.found.raw[step])
+
+
+def test_a_file_system_without_direct_reads_is_read_through_the_cache(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    real = os.open
+
+    def refuse(name: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", str(name))
+        return real(name, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    read = bench.reads.read_raw(bench.reads.whole([path]), threads=1, block_bytes=1 << 16, direct=True)
+    assert (read.nbytes, read.direct) == (5000, False)
 
 
 def test_no_room_is_said_before_anything_is_written(bench: Any, checkpoint: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ def load(
       vllm-h3 bench load /models/H3/FL2VA --work-dir /nvme/bench --repeat 3 --threads-sweep
     """
     _check(checkpoint, layers=layers, text_layers=text_layers, repeat=repeat, threads=threads, keep=keep, work=work_dir)
+    # A run that is stopped takes its folder of many GB away, as it does on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     depth = (layers or (20 if true_width else 2), text_layers or (4 if true_width else 1))
     _host_environment()
     command = _command(checkpoint, true_width, depth, recipe, repeat, threads, threads_sweep)

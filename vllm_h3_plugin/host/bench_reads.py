@@ -23,6 +23,10 @@ from vllm_h3_plugin.errors import CheckpointError
 COLD_SHARE = 0.02
 """Files of which no more than this is cached count as cold."""
 
+_PAGE = 4096
+# Linux has it; elsewhere files are read through the page cache.
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
 _TRIES, _PAUSE_S = 20, 0.05
 
 
@@ -56,16 +60,23 @@ class RawRead:
         nbytes: that were read.
         seconds: from the first read's start to the last one's end.
         cold: before it.
+        direct: whether it went past the page cache (O_DIRECT).
     """
 
     nbytes: int
     seconds: float
     cold: Cold
+    direct: bool = False
 
     @property
     def rate(self) -> float:
         """Bytes a second."""
         return self.nbytes / self.seconds
+
+    def __str__(self) -> str:
+        way, note = "past" if self.direct else "through", f" ({self.cold.reason})" if self.cold.reason else ""
+        speed = f"{self.nbytes / 2**30:.3f} GiB in {self.seconds:.2f} s, {self.rate / 2**30:.2f} GiB/s"
+        return f"{speed} {way} the page cache{note}"
 
 
 def whole(paths: Iterable[Path]) -> list[Range]:
@@ -108,8 +119,11 @@ def make_cold(paths: Sequence[Path]) -> Cold:
     return cold
 
 
-def read_raw(ranges: Sequence[Range], *, threads: int, block_bytes: int) -> RawRead:
+def read_raw(ranges: Sequence[Range], *, threads: int, block_bytes: int, direct: bool = False) -> RawRead:
     """Make the files cold and read the ranges, block by block in order, ``threads`` blocks at a time.
+
+    Args:
+        direct: past the page cache, where the file system can; the result says whether it could.
 
     Raises:
         OSError: a file cannot be read.
@@ -122,11 +136,12 @@ def read_raw(ranges: Sequence[Range], *, threads: int, block_bytes: int) -> RawR
         for piece in ranges
         for begin in range(piece.begin, piece.end, block_bytes)
     ]
-    descriptors = {path: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths}
+    descriptors, direct = _open(paths, direct)
     try:
         waiting, lock = iter(blocks), threading.Lock()
         failures: list[OSError | CheckpointError] = []
-        buffers = [_memory(block_bytes) for _ in range(threads)]
+        # A direct read begins and ends at whole pages, so that it may reach beyond its block on either side.
+        buffers = [_memory(block_bytes + 2 * _PAGE) for _ in range(threads)]
 
         def work(buffer: memoryview) -> None:
             while not failures:
@@ -135,6 +150,8 @@ def read_raw(ranges: Sequence[Range], *, threads: int, block_bytes: int) -> RawR
                 if block is None:
                     return
                 path, begin, end = block
+                if direct:
+                    begin -= begin % _PAGE
                 try:
                     _read(descriptors[path], path, buffer, begin, end)
                 except (OSError, CheckpointError) as exc:
@@ -153,7 +170,22 @@ def read_raw(ranges: Sequence[Range], *, threads: int, block_bytes: int) -> RawR
         for descriptor in descriptors.values():
             os.close(descriptor)
         drop(paths)
-    return RawRead(sum(end - begin for _, begin, end in blocks), seconds, cold)
+    return RawRead(sum(end - begin for _, begin, end in blocks), seconds, cold, direct)
+
+
+def _open(paths: Sequence[Path], direct: bool) -> tuple[dict[Path, int], bool]:
+    """Descriptors by path, and whether they go past the page cache."""
+    descriptors: dict[Path, int] = {}
+    try:
+        for path in paths:
+            descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (_O_DIRECT if direct else 0))
+    except OSError:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+        if direct:  # a file system that cannot
+            return _open(paths, False)
+        raise
+    return descriptors, direct and _O_DIRECT != 0
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -165,7 +197,8 @@ def _memory(nbytes: int) -> memoryview:
 
 def _read(descriptor: int, path: Path, buffer: memoryview, begin: int, end: int) -> None:
     while begin < end:
-        size = os.preadv(descriptor, [buffer[: end - begin]], begin)
+        # Whole pages, which a direct read asks for and no other minds; the file's end cuts the last one.
+        size = os.preadv(descriptor, [buffer[: -(-(end - begin) // _PAGE) * _PAGE]], begin)
         if size == 0:
             raise CheckpointError(f"{path} ends at byte {begin}", why=f"{end} bytes were expected", path=str(path))
         begin += size

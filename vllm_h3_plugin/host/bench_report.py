@@ -23,6 +23,7 @@ from vllm_h3_plugin.host.bench_load import (
     LOAD,
     LOAD_AND_WRITE,
     RAW,
+    RAW_OTHER,
     RESTART,
     SNAPSHOT_RAW,
     TABLE,
@@ -155,7 +156,7 @@ def results(found: Measured, *, command: str, subject: str) -> dict[str, dict[st
 def load_rows(found: Measured) -> list[dict[str, Any]]:
     """One row a step."""
     rows = []
-    for step in (RAW, LOAD, LOAD_AND_WRITE, SNAPSHOT_RAW, RESTART, ADALN_RAW, TABLE):
+    for step in (RAW, RAW_OTHER, LOAD, LOAD_AND_WRITE, SNAPSHOT_RAW, RESTART, ADALN_RAW, TABLE):
         runs: list[RawRead | LoadRun | TableRun] = []
         runs += found.loads.get(step, ())
         runs += found.raw.get(step, ())
@@ -207,6 +208,8 @@ def _row(step: str, runs: Sequence[RawRead | LoadRun | TableRun], error: str) ->
         notes.append(f"first: {parts}")
     elif isinstance(runs[0], TableRun):
         notes.append(f"{runs[0].rows} rows; compared: {', '.join(runs[0].checked)}")
+    elif isinstance(runs[0], RawRead):
+        notes.append("past the page cache" if runs[0].direct else "through the page cache")
     row["Note"] = "; ".join(note for note in notes if note)
     return row
 
