@@ -101,8 +101,9 @@ def load(
     from vllm_h3_plugin.host.bench_report import load_figures, load_rows, memory_figures
 
     console = stdout()
+    console.width = max(console.width, _WIDTH)
     for table in (_steps(load_rows(found)), _figures([*load_figures(found), *memory_figures(found)])):
-        console.print(table, width=max(console.width, _WIDTH), crop=False)
+        console.print(table)
     if as_json:
         emit_json(not found.errors, errors=found.errors, **outcome)
     sys.exit(1 if found.errors else 0)
