@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold bytes against digests while they are read: BLAKE3 a tensor, SHA-256 a file.
 
-Tensors are hashed by the threads that read them and need a hash that is fast on its own. Files are hashed with what
+Tensors are hashed beside the reading and need a hash that is fast on its own. Files are hashed with what
 ``sha256sum`` and the release's own lists have, one after the other, since SHA-256 cannot be split.
 """
 
@@ -15,6 +15,8 @@ from vllm_h3_plugin.checkpoint.faults import DOWNLOAD_AGAIN
 from vllm_h3_plugin.checkpoint.read_plan import Segment
 from vllm_h3_plugin.checkpoint.safetensors_header import ShardFile
 from vllm_h3_plugin.errors import CheckpointError, SnapshotError
+
+_LARGE, _THREADS = 64 << 20, 4
 
 _REMOVE_SNAPSHOT = "Remove this snapshot (see `vllm-h3 snapshot --help`); the next start makes it anew."
 
@@ -53,7 +55,9 @@ class TensorDigests:
         if segment.record is None:
             return
         name = segment.record.name
-        found, expected = blake3(view).hexdigest(), self._expected[name].lower()
+        # A large tensor fills the buffer and everything waits for it, so several threads hash it.
+        threads = _THREADS if len(view) > _LARGE else 1
+        found, expected = blake3(view, max_threads=threads).hexdigest(), self._expected[name].lower()
         if found != expected:
             path = str(segment.file.path)
             raise SnapshotError(

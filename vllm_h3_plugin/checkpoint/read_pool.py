@@ -57,7 +57,8 @@ class ReadPool:
     Args:
         threads: that read.
         block_bytes: most bytes that one thread reads at a time.
-        inspect: called by the thread that read a segment's last block, beside other reads and other inspections.
+        inspect: called when a segment's last block was read, beside other reads and other inspections, in threads of
+            its own: a reader that inspected would leave the disk idle meanwhile.
         in_order: called with one segment after the other, in a thread of its own. A segment is handed out after both.
         progress: called by the consumer while it waits, with (bytes read, bytes in all).
     """
@@ -92,6 +93,7 @@ class ReadPool:
         self._reported = -1
         self._stopped = False
         self._failure: _Failure | None = None
+        self._executor: ThreadPoolExecutor
 
     def __iter__(self) -> Generator[tuple[Segment, Region], None, None]:
         """Segments that are tensors, in order; a region is the caller's until the next one is asked for.
@@ -99,7 +101,8 @@ class ReadPool:
         Raises:
             CheckpointError: a file cannot be read, is not what it was, or was refused by an inspection.
         """
-        executor = ThreadPoolExecutor(self._threads + 1, thread_name_prefix="h3-read")
+        executor = ThreadPoolExecutor(2 * self._threads + 1, thread_name_prefix="h3-read")
+        self._executor = executor
         try:
             for work in [self._read] * self._threads + ([self._pass_in_order] if self._in_order else []):
                 executor.submit(work).add_done_callback(self._note_crash)
@@ -181,6 +184,32 @@ class ReadPool:
                 self._fail(item.index, begin, exc)
                 return
 
+    def _complete(self, item: _Item) -> None:
+        if self._inspect is None:
+            self._pass(item)
+            return
+        with self._lock:
+            work = None if self._stopped else self._executor.submit(self._look_at, item)
+        if work is None:
+            self._look_at(item)  # it may hold the earliest fault
+        else:
+            work.add_done_callback(self._note_crash)
+
+    def _look_at(self, item: _Item) -> None:
+        assert self._inspect is not None
+        try:
+            self._inspect(item.segment, item.view)
+        except CheckpointError as exc:
+            self._fail(item.index, item.segment.offset, exc)
+        else:
+            self._pass(item)
+
+    def _pass(self, item: _Item) -> None:
+        with self._lock:
+            item.inspected = True
+            item.ready = self._in_order is None
+            self._news.notify_all()
+
     def _next_block(self) -> tuple[_Item, int, int] | None:
         with self._lock:
             while not self._stopped and self._failure is None:
@@ -221,14 +250,6 @@ class ReadPool:
             self._done += nbytes
             self._news.notify_all()
             return item.unread == 0
-
-    def _complete(self, item: _Item) -> None:
-        if self._inspect is not None:
-            self._inspect(item.segment, item.view)
-        with self._lock:
-            item.inspected = True
-            item.ready = self._in_order is None
-            self._news.notify_all()
 
     def _pass_in_order(self) -> None:
         assert self._in_order is not None
