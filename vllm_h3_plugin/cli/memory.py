@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,25 +13,12 @@ from vllm_h3_plugin.errors import ServerError, UsageError
 
 if TYPE_CHECKING:
     from vllm_h3_plugin.memory.activations import Peak
-    from vllm_h3_plugin.memory.fit import Fit
+    from vllm_h3_plugin.memory.prediction import Prediction
     from vllm_h3_plugin.memory.requests import RequestSize
     from vllm_h3_plugin.memory.weights import ModelShapes, Resident
-    from vllm_h3_plugin.quantization.recipe import Recipe
 
 # What fits is shown for these unless --gib names one; a GB10's 128 GB are 119 GiB to the system.
 _GIB_CHOICES = (64.0, 80.0, 96.0, 119.0)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Everything that the verb computes without a server."""
-
-    shapes: ModelShapes
-    recipe: Recipe
-    resident: Resident
-    peak: Peak
-    fits: dict[float, list[Fit]]
-    floor_gib: float
 
 
 def memory(
@@ -187,6 +173,7 @@ def _predict(
     from vllm_h3_plugin.checkpoint.layout import linear_layers
     from vllm_h3_plugin.memory.activations import predict_peak
     from vllm_h3_plugin.memory.fit import FIT_SIZES, free_for_requests, longest_clip
+    from vllm_h3_plugin.memory.prediction import Prediction
     from vllm_h3_plugin.memory.table import DEFAULT_STEPS, table_size
     from vllm_h3_plugin.memory.weights import predict_resident
     from vllm_h3_plugin.quantization.plan import plan

@@ -14,7 +14,7 @@ from vllm_h3_plugin.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from vllm_h3_plugin.cli.memory import Prediction
+    from vllm_h3_plugin.memory.prediction import Prediction
 
 # Okabe and Ito's palette, which most colour-blind readers can tell apart; and a letter for terminals without colour.
 _STYLES: dict[str, tuple[str, str]] = {
