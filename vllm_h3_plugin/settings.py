@@ -97,10 +97,13 @@ class Settings(BaseModel):
         "share memory.",
     )
     memory_floor_gib: float = Field(
-        default=6.0, ge=0, description="GiB of MemAvailable that must remain at a request's predicted peak; else 503."
+        default=6.0,
+        ge=0,
+        le=4096,
+        description="GiB of MemAvailable that must remain at a request's predicted peak; else 503.",
     )
     memory_hard_floor_gib: float = Field(
-        default=3.0, ge=0, description="GiB of MemAvailable under which a running request is cancelled."
+        default=3.0, ge=0, le=4096, description="GiB of MemAvailable under which a running request is cancelled."
     )
     memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
 

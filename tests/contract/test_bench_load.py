@@ -30,6 +30,15 @@ LOAD_KEYS = {
 MEMORY_KEYS = {"resident_gib_predicted", "prediction_error"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """The verb sets variables for its own process; here that is every later test's, and their servers'."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module")
 def bench(device: torch.device, one_thread: None) -> Any:
     """The modules under test, imported when there is a world for the host to find."""
@@ -289,3 +298,13 @@ def test_a_machine_without_an_accelerator_is_told_of_the_reference_platform(monk
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(UsageError, match=r"(?s)no accelerator.*H3_REFERENCE=1"):
         app(["load"], standalone_mode=False)
+
+
+def test_results_of_an_earlier_run_are_not_overwritten(tmp_path: Path) -> None:
+    from vllm_h3_plugin.cli import bench
+
+    earlier = tmp_path / "load.json"
+    earlier.write_text("mine")
+    with pytest.raises(UsageError, match=r"load\.json"):
+        bench.load(output=earlier)
+    assert earlier.read_text() == "mine"

@@ -59,7 +59,7 @@ def load(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the synthetic checkpoint in --work-dir.")] = False,
     recipe: Annotated[str, typer.Option(help="Precision recipe.")] = "fp8",
     repeat: Annotated[int, typer.Option(help="Times that each step is measured.")] = 2,
-    threads: Annotated[int | None, typer.Option(help="Reading threads.", show_default="H3_READ_THREADS, or 8")] = None,
+    threads: Annotated[int | None, typer.Option(help="Reading threads.", show_default="H3_READ_THREADS, or 4")] = None,
     threads_sweep: Annotated[
         bool, typer.Option("--threads-sweep", help="Also read and load with 1, 4, 8 and 16 threads.")
     ] = False,
@@ -84,6 +84,8 @@ def load(
       vllm-h3 bench load --true-width --layers 20 --text-layers 4 --output load.json
       vllm-h3 bench load /models/H3/FL2VA --work-dir /nvme/bench --repeat 3 --threads-sweep
     """
+    if output is not None and output.exists():
+        raise UsageError(f"--output {output}", why="a file of that name is there", fix="Give another, or move it away.")
     _check(checkpoint, layers=layers, text_layers=text_layers, repeat=repeat, threads=threads, keep=keep, work=work_dir)
     # A run that is stopped takes its folder of many GB away, as it does on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

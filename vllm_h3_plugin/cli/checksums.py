@@ -32,7 +32,7 @@ def checksums(
 ) -> None:
     """Write or check the SHA-256 of every shard of a checkpoint.
 
-    Reads all weight files of all parts, several at a time (H3_READ_THREADS, default 8), and leaves them out of the page
+    Reads all weight files of all parts, several at a time (H3_READ_THREADS, default 4), and leaves them out of the page
     cache. The file has one line per shard, as sha256sum writes it, with paths relative to the folder that holds FL2VA
     and Ref2VA; run there, `sha256sum -c FILE` checks it too. Write it once, right after a download that you trust.
     With H3_VERIFY_CHECKSUMS=FILE the server holds each shard against it while it loads. Exits 3 if a file is bad,
@@ -94,7 +94,8 @@ def _check(inventory: Inventory, manifest: Path, as_json: bool) -> None:
     raise CheckpointError(
         f"{len(verdicts.bad)} of {verdicts.count} files of {inventory.path} are not as {manifest} lists them",
         why="; ".join(f"{name}: {verdict}" for name, verdict in verdicts.bad.items()),
-        fix="Download these files again; if you replaced them on purpose, write the list anew with --force.",
+        fix="Download damaged and missing files again. If the list is short, or you replaced files on purpose, write "
+        "it anew: `--output FILE --force`.",
         file=str(manifest),
         files=verdicts.count,
         bad=verdicts.bad,

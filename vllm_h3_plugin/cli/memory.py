@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_h3_plugin.memory.weights import ModelShapes, Resident
 
 # What fits is shown for these unless --gib names one; a GB10's 128 GB are 119 GiB to the system.
+_MOST_GIB = 1e6
 _GIB_CHOICES = (64.0, 80.0, 96.0, 119.0)
 
 
@@ -87,6 +88,8 @@ def memory(
 
     if picture is not None:
         memory_chart.check_target(picture)
+    if gib is not None and not gib <= _MOST_GIB:
+        raise UsageError(f"--gib {gib:g}", why="no machine has it", fix=f"Give at most {_MOST_GIB:g}.")
     shapes = _shapes(checkpoint, true_size)
     width, height = _size(size)
     request = RequestSize(width, height, _frames(frames, seconds), steps, images, audio_seconds)
@@ -242,6 +245,7 @@ def _workers(url: str, api_key: str | None) -> list[dict[str, Any]]:
 
 
 def _fields(prediction: Prediction) -> dict[str, Any]:
+    from vllm_h3_plugin.memory.coefficients import DEFAULT
     from vllm_h3_plugin.quantization.footprint import GIB
 
     resident, peak, request = prediction.resident, prediction.peak, prediction.peak.request
@@ -270,6 +274,7 @@ def _fields(prediction: Prediction) -> dict[str, Any]:
             "gib": round(peak.gib, 3),
         },
         "floor_gib": prediction.floor_gib,
+        "process_bytes": DEFAULT.process_bytes,
         "fits": [
             {
                 "memory_gib": memory_gib,

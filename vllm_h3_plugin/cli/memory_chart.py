@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_h3_plugin.cli.console import stdout
-from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.errors import H3Error, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,9 +74,13 @@ def show(prediction: Prediction, memory_gib: float | None) -> None:
 
 
 def _show_fits(prediction: Prediction) -> None:
+    from vllm_h3_plugin.memory.coefficients import DEFAULT
+
     console = stdout()
     console.print(
-        f"\nlongest clip of 4 to 15 s in unified memory, {prediction.floor_gib:g} GiB left free:", markup=False
+        f"\nlongest clip of 4 to 15 s in unified memory, {DEFAULT.process_bytes / _GIB:g} GiB for the server's "
+        f"processes and {prediction.floor_gib:g} GiB left free:",
+        markup=False,
     )
     sizes = [f"{fit.width}x{fit.height}" for fit in next(iter(prediction.fits.values()))]
     table = _table("memory", sizes)
@@ -86,6 +91,11 @@ def _show_fits(prediction: Prediction) -> None:
         ]
         table.add_row(f"{memory_gib:g} GiB", *cells)
     console.print(table)
+    if prediction.resident.table is not None:
+        console.print(
+            "The memory guard also keeps room for the AdaLN table of another schedule (H3_ADALN_DEVICE_GIB).",
+            markup=False,
+        )
 
 
 def show_measured(rows: Sequence[tuple[str, int, int, float | None]], worker: dict[str, Any]) -> None:
@@ -155,14 +165,22 @@ def draw(prediction: Prediction, path: Path, memory_gib: float | None) -> None:
     if memory_gib and need > memory_gib * _GIB:
         end = 40 + 1120 * memory_gib * _GIB / whole
         canvas.line((end, 50, end, 150), fill="red", width=4)
+    drawn = BytesIO()
+    image.save(drawn, format="PNG")
     try:
         with path.open("xb") as file:
-            image.save(file, format="PNG")
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                file.write(drawn.getvalue())
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
     except FileExistsError:
         check_target(path)
         raise
+    except OSError as exc:
+        raise H3Error(f"--picture {path}", why=exc.strerror or str(exc), fix="Free space, or name another.") from exc
 
 
 def _segments(prediction: Prediction) -> list[tuple[str, int]]:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.errors import SettingsError, UsageError
 
 if TYPE_CHECKING:
+    from vllm_h3_plugin.checkpoint.inventory import Inventory
     from vllm_h3_plugin.serving.profile import Profile
 
 
@@ -136,7 +137,28 @@ def check_before_start(profile: Profile) -> Path:
     for partition in inventory.partitions:
         assert partition.dit is not None and partition.text is not None  # the inventory is clean
         plan(load_recipe(profile.recipe), linear_layers(partition.dit, partition.text))
+    _check_settings(inventory)
     return checkpoint
+
+
+def _check_settings(inventory: Inventory) -> None:
+    """What the server's own processes would refuse only after a minute of imports."""
+    from vllm_h3_plugin import settings
+    from vllm_h3_plugin.checkpoint.checksums import digests_for
+    from vllm_h3_plugin.memory.guard import Thresholds
+
+    values = settings.load()
+    Thresholds.from_settings(values)
+    if values.verify_checksums is not None:
+        digests_for(values.verify_checksums, inventory)
+    cache = values.cache_dir.expanduser()
+    nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if values.snapshot != "off" and not nearest.is_dir():
+        raise SettingsError(
+            f"H3_CACHE_DIR={values.cache_dir}",
+            why=f"{nearest} is a file",
+            fix="Name a folder, or set H3_SNAPSHOT=off.",
+        )
 
 
 def stop_on_sigterm() -> None:

@@ -16,8 +16,7 @@ from typing import Any
 
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.memory.activations import predict_peak
-from vllm_h3_plugin.memory.fit import longest_clip
-from vllm_h3_plugin.memory.requests import LONGEST_S, PATCH_PIXELS, RequestSize
+from vllm_h3_plugin.memory.requests import LONGEST_S, PATCH_PIXELS, RequestSize, api_clip_lengths
 from vllm_h3_plugin.memory.table import DEFAULT_STEPS, table_size
 from vllm_h3_plugin.memory.weights import ModelShapes
 from vllm_h3_plugin.quantization.footprint import GIB
@@ -121,8 +120,13 @@ class Model:
         sizes = [(asked.size.width, asked.size.height), *([(768, 448)] if asked.size.width * asked.size.height else [])]
         for width, height in dict.fromkeys(sizes):
             like = replace(asked.size, width=width, height=height)
-            fit = longest_clip(lambda size: predict_peak(self.shapes, size, **self._options), like, room)
-            longest = fit.longest.request.frames if fit.longest else 0
+            # By the very numbers that admission goes by, or the answer would be refused in its turn.
+            fitting = [
+                frames
+                for frames in api_clip_lengths()
+                if max(self.forecast(replace(asked, size=replace(like, frames=frames))).values()) <= room
+            ]
+            longest = fitting[-1] if fitting else 0
             if longest and (width, height, longest) != (asked.size.width, asked.size.height, asked.size.frames):
                 longest = min(longest, asked.size.frames)
                 return f"{width}x{height} with up to {longest} frames ({longest / FPS:.1f} s) fits"

@@ -249,3 +249,26 @@ def test_a_server_that_is_not_there_is_named(h3: Run, url: str) -> None:
     code, _, err = h3("--true-size", "--server", url)
     assert code == ServerError.exit_code
     assert f"{url} does not answer" in err and "--server" in err
+
+
+@pytest.mark.parametrize("gib", ["inf", "1e300", "nan"])
+def test_an_amount_of_memory_that_no_machine_has_is_refused(h3: Run, gib: str) -> None:
+    code, _, err = h3("--true-size", "--gib", gib)
+    assert code == UsageError.exit_code and "--gib" in err
+
+
+def test_a_picture_that_does_not_fit_on_the_disk_leaves_nothing(
+    h3: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("vllm_h3_plugin.cli.memory_chart.os.fsync", full)
+    code, _, err = h3("--true-size", "--picture", tmp_path / "bar.png")
+    assert code != 0 and str(tmp_path / "bar.png") in err and "No space left" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_kept_for_the_processes_is_said(h3: Run) -> None:
+    _, out, _ = h3("--true-size", "--gib", 64)
+    assert "2 GiB for the server's processes and 6 GiB left free" in out and "another schedule" in out

@@ -194,3 +194,26 @@ def test_every_verb_teaches(verb: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_unknown_verb_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("srve") == 2
     assert "srve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "code", "word"),
+    [
+        ("H3_VERIFY_CHECKSUMS", "/no/such.sha256", 3, "/no/such.sha256"),
+        ("H3_MEMORY_HARD_FLOOR_GIB", "20", 2, "is above H3_MEMORY_FLOOR_GIB"),
+        ("H3_CACHE_DIR", "/etc/hostname", 2, "is a file"),
+        ("H3_MEMORY_FLOOR_GIB", "inf", 2, "H3_MEMORY_FLOOR_GIB"),
+    ],
+)
+def test_settings_that_the_server_would_refuse_are_refused_before_it_starts(
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    code: int,
+    word: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert run("serve", "reference", "-c", str(checkpoint), "--dry-run") == code
+    assert word in capsys.readouterr().err

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from vllm_h3_plugin.host.asked import DEFAULT_FRAMES, LARGEST_CANVAS, Asked, Model, of_denoise, read, table_room
+from vllm_h3_plugin.host.asked import (
+    DEFAULT_FRAMES,
+    LARGEST_CANVAS,
+    Asked,
+    Model,
+    TableRoom,
+    of_denoise,
+    read,
+    table_room,
+)
 from vllm_h3_plugin.memory.requests import RequestSize
 from vllm_h3_plugin.memory.weights import ModelShapes
 from vllm_h3_plugin.quantization.footprint import GIB
@@ -108,13 +117,17 @@ def test_what_fits_is_a_shorter_clip_of_the_size_or_a_smaller_one_or_nothing() -
     assert MODEL.what_fits(asked, 0) == ""
 
 
-def test_what_fits_is_itself_admitted() -> None:
-    asked = read({"size": "1344x768", "num_frames": "362"}, {})
-    assert asked is not None
-    room = max(MODEL.forecast(asked).values()) // 2
-    size, frames = MODEL.what_fits(asked, room).split()[0], int(MODEL.what_fits(asked, room).split()[4])
-    smaller = read({"size": size, "num_frames": frames}, {})
-    assert smaller is not None and max(MODEL.forecast(smaller).values()) <= room
+@pytest.mark.parametrize("tables", [None, table_room(ModelShapes(), Settings())])
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("share", [0.4, 0.5, 0.7, 0.9])
+def test_what_fits_is_itself_admitted(tables: TableRoom | None, outputs: int, share: float) -> None:
+    model = replace(MODEL, tables=tables)
+    asked = read({"size": "1344x768", "num_frames": "362", "n": outputs}, {})
+    assert asked is not None and asked.outputs == outputs
+    room = round(max(model.forecast(asked).values()) * share)
+    answer = model.what_fits(asked, room).split()
+    smaller = read({"size": answer[0], "num_frames": int(answer[4]), "n": outputs}, {})
+    assert smaller is not None and max(model.forecast(smaller).values()) <= room
 
 
 def test_prepared_request_is_read_back_to_what_was_asked() -> None:
