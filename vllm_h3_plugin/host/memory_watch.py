@@ -86,6 +86,7 @@ class MemoryWatch:
         self._refused = 0
         self._cancelled = 0
         self._publishing = threading.Lock()
+        self._looking = threading.Lock()
         self._reason: str | None = None
         self._reason_time = 0.0
         self._publish(system.available())
@@ -240,7 +241,14 @@ class MemoryWatch:
             time.sleep(self._sample_s)
 
     def _look(self) -> int:
-        """One sample: drops our page cache under the floor, marks the request under the hard floor."""
+        """One sample: drops our page cache under the floor, marks the request under the hard floor.
+
+        One look at a time: between two steps the request must not be judged while the thread is still dropping.
+        """
+        with self._looking:
+            return self._look_alone()
+
+    def _look_alone(self) -> int:
         available = self.system.available()
         if mark(available, self.thresholds) is Mark.FINE:
             return available

@@ -131,7 +131,7 @@ def test_check_lists_every_bad_missing_and_unlisted_file(checkpoint, manifest: P
     assert by_part["transformer"].startswith("SHA-256 ") and "listed" in by_part["transformer"]
     assert by_part["video_vae"].startswith("missing") and by_part["audio_vae"].startswith("SHA-256 ")
     assert "not listed" in bad[unlisted]
-    assert all(name in err for name in bad) and "Download these files again" in err
+    assert all(name in err for name in bad) and "Download damaged and missing files again" in err and "--force" in err
 
 
 def test_check_says_when_the_list_is_of_something_else(checkpoint, tmp_path: Path, run) -> None:
