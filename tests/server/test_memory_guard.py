@@ -209,9 +209,9 @@ def test_sync_request_is_cancelled_between_steps_and_says_why(guarded: Guarded) 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_built(servers: Servers, fl2va: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("H3_MEMORY_GUARD", "on")
-        patch.setenv("H3_MEMORY_FLOOR_GIB", "100000")
+        patch.setenv("H3_MEMORY_FLOOR_GIB", "4000")
         server = servers.launch(servers.profile(fl2va, recipe="bf16"))
-    with pytest.raises(ServerError, match=r"does not fit.*100000\.0 GiB.*H3_MEMORY_FLOOR_GIB"):
+    with pytest.raises(ServerError, match=r"does not fit.*4000\.0 GiB.*H3_MEMORY_FLOOR_GIB"):
         server.wait_ready(READY_S)
 
 
