@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ import torch
 from vllm_omni.diffusion.models.minimax_h3.encoder import MiniMaxH3Qwen3VLEncoder
 from vllm_omni.diffusion.models.minimax_h3.pipeline_minimax_h3 import _SingleRankEncoderGroup
 
+from tests.unit.checkpoint.snapshot_kit import kill_self, killed
 from vllm_h3_plugin.checkpoint.atomic import temporaries
 from vllm_h3_plugin.checkpoint.checksums import weight_files, write_manifest
 from vllm_h3_plugin.checkpoint.hash_files import hash_files
@@ -289,22 +289,6 @@ def test_a_table_of_one_host_is_not_anothers(subject: Subject, monkeypatch: pyte
     assert len(list((subject.cache / "tables").glob("*.safetensors"))) == 2
 
 
-def _in_child(subject: Subject, act: Callable[[], object]) -> None:
-    """Run something in a process of its own, which must kill itself."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            act()
-        finally:
-            os._exit(99)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def _kill_self(*args: object, **kwargs: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("when", ["while it is written", "before it has its name"])
 def test_a_server_killed_during_its_snapshot_leaves_what_the_next_one_sweeps(when: str, subject: Subject) -> None:
     def act() -> None:
@@ -314,16 +298,16 @@ def test_a_server_killed_during_its_snapshot_leaves_what_the_next_one_sweeps(whe
             nonlocal count
             count += 1
             if count > 8:
-                _kill_self()
+                kill_self()
             return write(*args)
 
         if when == "while it is written":
             os.pwrite = slow_death  # type: ignore[assignment]
         else:
-            Path.rename = _kill_self  # type: ignore[assignment,method-assign]
+            Path.rename = kill_self  # type: ignore[assignment,method-assign]
         subject.load()
 
-    _in_child(subject, act)
+    killed(act)
     assert temporaries(subject.cache / "snapshots") != ()
     loaded, _ = subject.load()
     assert loaded.origin == "checkpoint" and "written" in loaded.detail
@@ -341,18 +325,18 @@ def test_a_server_killed_during_a_table_leaves_what_the_next_one_sweeps(when: st
         tables = loading.tables["transformer"]
         if when == "between two layers":
             layers = tables.begin(OTHER)
-            layers.finish = _kill_self  # type: ignore[method-assign,assignment]
+            layers.finish = kill_self  # type: ignore[method-assign,assignment]
             tables.begin = lambda schedule: layers  # type: ignore[method-assign,assignment]
         else:
 
             def save_half(tensors: Any, path: Path, notes: Any) -> None:
                 path.write_bytes(b"half")
-                _kill_self()
+                kill_self()
 
             table_store.save_file = save_half  # type: ignore[assignment]
         tables.activate(OTHER)
 
-    _in_child(subject, act)
+    killed(act)
     left = temporaries(subject.cache / "tables")
     assert bool(left) is (when == "while its file is written")
     _, loading = subject.loading()

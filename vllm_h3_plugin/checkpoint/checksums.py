@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from vllm_h3_plugin.checkpoint.atomic import fsync
 from vllm_h3_plugin.checkpoint.hash_files import Hashed, stat_file
 from vllm_h3_plugin.checkpoint.inventory import Inventory, ShardFile
 from vllm_h3_plugin.errors import CheckpointError, UsageError
@@ -202,7 +203,7 @@ def write_manifest(manifest: Path, digests: Mapping[str, str], *, force: bool = 
             temporary = None
         else:
             os.link(temporary, manifest)  # unlike a rename, never over a file that has come since
-        _fsync_folder(manifest.parent)
+        fsync(manifest.parent)
     except FileExistsError:
         refuse_existing(manifest, force)
         raise
@@ -229,11 +230,3 @@ def refuse_existing(manifest: Path, force: bool) -> None:
             why="checksums are not overwritten: they may be what shows that a file has changed",
             fix="Compare with --check FILE, write to another place with --output FILE, or add --force.",
         )
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from vllm_h3_plugin.checkpoint import page_cache
 from vllm_h3_plugin.checkpoint.atomic import replacing, require_space, sweep
 from vllm_h3_plugin.checkpoint.faults import FaultLog
 from vllm_h3_plugin.checkpoint.inventory import PartInventory
@@ -162,7 +163,7 @@ class TableStore:
             }
             with replacing(path) as temporary:
                 save_file({_TENSOR: values}, temporary, notes)
-            _drop(path)
+            page_cache.drop([path])
             self._bound_disk(path)
         except (SnapshotError, OSError, SafetensorError) as exc:
             logger.warning("AdaLN table of %s is not kept on disk: %s", table.schedule.label, exc)
@@ -230,9 +231,3 @@ def _usable(folder: Path) -> Path | None:
         logger.warning("AdaLN tables are not kept on disk: %s cannot be used (%s)", folder, why)
         return None
     return folder
-
-
-def _drop(path: Path) -> None:
-    from vllm_h3_plugin.checkpoint.page_cache import drop
-
-    drop([path])

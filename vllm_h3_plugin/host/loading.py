@@ -28,6 +28,7 @@ from vllm_h3_plugin.checkpoint.loader import (
     tensors_of,
 )
 from vllm_h3_plugin.errors import LoadError
+from vllm_h3_plugin.host.adaln import ADALN
 from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod, is_filled, stored
 from vllm_h3_plugin.host.quantizer import SCALE, Quantizer, Sink
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
@@ -37,7 +38,6 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 AdalnSink = Callable[[str, torch.Tensor], None]
 """Gets (native name, tensor on the CPU) of each AdaLN tensor that is read for a table."""
 
-_ADALN = ".adaln_proj.linear."
 
 _RESIDENT_DTYPE = {
     Precision.FP32: torch.float32,
@@ -206,7 +206,7 @@ def dit_loader(
     if diffusers:
         wanted[ROPE] = ((config.rope_inv_freq_len,), torch.float32)
     params = {name: tensor for name, tensor in tensors_of(dit).items() if not name.endswith(f".weight{SCALE}")}
-    if not any(_ADALN in name for name in params):
+    if not any(ADALN in name for name in params):
         wanted = {name: facts for name, facts in wanted.items() if adaln_name(name, place) is None}
     return PartLoader(dit, "transformer", params, wanted, place)
 
@@ -219,7 +219,7 @@ def dit_place(config: DitConfig, diffusers: bool) -> Place:
 def adaln_name(name: str, place: Place) -> str | None:
     """Native name of an AdaLN tensor of either layout; None for any other tensor."""
     targets = place(name) or ()
-    return next((target.param for target in targets if _ADALN in target.param), None)
+    return next((target.param for target in targets if ADALN in target.param), None)
 
 
 def dit_stream(
@@ -257,14 +257,9 @@ def load_dit(
 ) -> LoadReport:
     """Fill a DiT from tensors in memory: for the contract checks, tests and measurements."""
     loader = dit_loader(dit, facts_of(source), config=config, diffusers=diffusers)
-    kept = source if any(_ADALN in name for name in loader.filled) else without_adaln(source, config, diffusers)
-    return loader.from_checkpoint(dit_stream(kept.items(), config=config, diffusers=diffusers))
-
-
-def without_adaln(source: Mapping[str, torch.Tensor], config: DitConfig, diffusers: bool) -> dict[str, torch.Tensor]:
-    """The tensors that are no AdaLN's."""
-    place = dit_place(config, diffusers)
-    return {name: tensor for name, tensor in source.items() if adaln_name(name, place) is None}
+    resident = any(ADALN in name for name in loader.filled)
+    drop: AdalnSink | None = None if resident else lambda name, tensor: None
+    return loader.from_checkpoint(dit_stream(source.items(), config=config, diffusers=diffusers, adaln=drop))
 
 
 def facts_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -63,8 +64,9 @@ class Snapshots:
                 fix="Set H3_SNAPSHOT=off, or serve with a quantizing recipe.",
             )
 
+    @cached_property
     def key(self) -> SnapshotKey:
-        """What a snapshot must have been made from and for."""
+        """What a snapshot must have been made from and for. Told from samples of every file, so taken once."""
         backend = self._session.backend
         return SnapshotKey(
             source=source_identity(self._session.inventory),
@@ -82,7 +84,7 @@ class Snapshots:
         """
         if self._mode == "off":
             return None
-        key = self.key()
+        key = self.key
         try:
             snapshot = open_snapshot(self._cache, key)
         except SnapshotError as exc:
@@ -115,7 +117,7 @@ class Snapshots:
         notes = {"checkpoint": str(self._session.inventory.path), "recipe": self._session.plan.recipe.name}
         entries = {part.name: snapshot_entries(part.loader.pieces()) for part in parts}
         try:
-            return SnapshotWriter(self._cache, self.key(), entries, notes)
+            return SnapshotWriter(self._cache, self.key, entries, notes)
         except (SnapshotError, OSError) as exc:
             logger.warning("H3 snapshot is not written: %s", exc)
             return None

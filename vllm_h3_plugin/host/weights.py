@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,9 +142,10 @@ class WeightLoading:
         loaded = Loaded()
         writer = self._snapshots.writer(self._parts) if self._rank == 0 else None
         try:
+            digests = file_digests(self._settings, self._session.inventory)
             for part in self._parts:
                 begun = time.perf_counter()
-                loaded.nbytes += self._read_part(part, writer)
+                loaded.nbytes += self._read_part(part, writer, digests)
                 loaded.seconds[part.name] = round(time.perf_counter() - begun, 3)
             begun = time.perf_counter()
             self._progress.phase("writing snapshot")
@@ -155,14 +157,14 @@ class WeightLoading:
             raise
         return loaded
 
-    def _read_part(self, part: Part, writer: SnapshotWriter | None) -> int:
+    def _read_part(self, part: Part, writer: SnapshotWriter | None, digests: Mapping[Path, str] | None) -> int:
         builder = self._table_builder(part)
         source = WeightSource(
             part.files,
             options=self._read,
             wanted=lambda name: builder is not None or part.adaln_name(name) is None,
             progress=self._progress.loading(f"loading {part.name}"),
-            file_digests=file_digests(self._settings, self._session.inventory),
+            file_digests=digests,
         )
 
         def sink(param: str, shard: Shard, piece: torch.Tensor) -> None:

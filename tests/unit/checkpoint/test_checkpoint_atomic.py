@@ -6,13 +6,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.unit.checkpoint.snapshot_kit import kill_self, killed
 from vllm_h3_plugin.checkpoint import atomic, file_lock
 from vllm_h3_plugin.checkpoint.atomic import replacing, require_space, sweep, temporary_beside
 from vllm_h3_plugin.checkpoint.file_lock import hold, holder
@@ -21,22 +20,6 @@ from vllm_h3_plugin.errors import SnapshotError
 
 def names(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
-
-
-def killed(child: Callable[[], None]) -> None:
-    """Run ``child`` in a process of its own, which must end itself with SIGKILL."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child()
-        finally:
-            os._exit(99)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def kill_self() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_file_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
