@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: marks by folder, hardware gates, and a report of the tests that could not run.
+"""What every test shares: marks by folder, hardware gates, and a report of what was slow and what could not run.
 
 A test that cannot run here is skipped only through this file, with a reason that `make test` prints beside its name.
 Any other skip makes `make test` fail: a test that quietly does not run proves nothing.
@@ -12,8 +12,8 @@ import os
 import platform
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -111,8 +111,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no vLLM host in this environment: `make setup` installs one"))
 
 
+PHASES = ("setup", "call", "teardown")
+SLOWEST = 25
+
+
 class Report:
-    """Collects outcomes and writes them as JSON for the summary of `make test`."""
+    """Collects outcomes and seconds and writes them as JSON for the summary of `make test`."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self.path = path
@@ -120,9 +124,14 @@ class Report:
         self.counts: Counter[str] = Counter()
         self.could_not_run: list[dict[str, Any]] = []
         self.figures: dict[str, Any] = {}
+        self.tests: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(PHASES))
+        self.modules: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(PHASES))
         self.started = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        phase = PHASES.index(report.when)
+        self.tests[report.nodeid][phase] += report.duration
+        self.modules[report.nodeid.partition("::")[0]][phase] += report.duration
         if report.skipped:
             self._skip(report.nodeid, report)
         elif report.failed:
@@ -155,9 +164,16 @@ class Report:
             "counts": dict(self.counts),
             "could_not_run": self.could_not_run,
             "figures": self.figures,
+            "slowest": {"modules": _slowest(self.modules), "tests": _slowest(self.tests)},
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _slowest(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The slowest, slowest first: name -> seconds of each phase."""
+    names = sorted(seconds, key=lambda name: -sum(seconds[name]))[:SLOWEST]
+    return {name: [round(phase, 2) for phase in seconds[name]] for name in names}
 
 
 def host_name_or_error() -> str | None:

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make test` does: ``python -m tools.testrun [--quick] [PYTEST ARGS]``.
 
-Lint, then pytest on the default host (everything), then on each other host (tests marked ``host``: the rest does not
-depend on it). Every stage runs even if one before it failed. The summary names each test that could not run and why;
-a skip that tests/conftest.py did not foresee fails the run.
+Side by side: lint, pytest on the default host (everything), and pytest on each other host (tests marked ``host``: the
+rest does not depend on it). Every stage runs to its end even if another fails. The summary names the slowest tests and
+each test that could not run and why; a skip that tests/conftest.py did not foresee fails the run. Each stage's output
+is in ``.cache/tests/STAGE.log`` too.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tools.environment import ROOT, venv_path
+from tools.side_by_side import run_side_by_side
 from vllm_h3_plugin.pins import load_pins
 
 REPORTS = ROOT / ".cache" / "tests"
 SUMMARY = REPORTS / "summary.json"
+SLOWEST = 10
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Stage:
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
     could_not_run: tuple[dict[str, Any], ...] = ()
+    slowest: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    """Under "modules" and "tests": node id -> seconds of set-up, call and teardown."""
 
     @property
     def unexpected(self) -> list[dict[str, Any]]:
@@ -43,34 +49,43 @@ class Stage:
         return self.exit_code == 0 and not self.unexpected
 
 
-def run_lint() -> Stage:
-    """Run the static gates."""
-    started = time.monotonic()
-    code = subprocess.run([sys.executable, "-m", "tools.lint"], cwd=ROOT, check=False).returncode
-    return Stage("lint", code, time.monotonic() - started)
+def commands(quick: bool, extra: Sequence[str]) -> dict[str, list[str]]:
+    """Name -> command of each stage, in the order of the summary."""
+    stages = {"lint": [sys.executable, "-m", "tools.lint"]}
+    for position, pin in enumerate(load_pins().hosts):
+        wanted = (["host"] if position else []) + (["not server"] if quick else [])
+        stages[pin.name] = [
+            str(venv_path(pin.name) / "bin" / "python"),
+            # A stage's output is a pipe; without this a line is seen only when eight thousand characters are.
+            "-u",
+            "-m",
+            "pytest",
+            "--report",
+            str(report_of(pin.name)),
+            # Two of them at once would overwrite each other's list of what failed last.
+            "-o",
+            f"cache_dir={REPORTS / f'pytest-{pin.name}'}",
+            "-m",
+            " and ".join(wanted),
+            *extra,
+        ]
+    return stages
 
 
-def run_pytest(host: str, expression: str, extra: Sequence[str]) -> Stage:
-    """Run the tests of one host that match a mark expression."""
-    report = REPORTS / f"{host}.json"
-    report.unlink(missing_ok=True)
-    command = [
-        str(venv_path(host) / "bin" / "python"),
-        "-m",
-        "pytest",
-        "--report",
-        str(report),
-        "-m",
-        expression,
-        *extra,
-    ]
-    started = time.monotonic()
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    seconds = time.monotonic() - started
+def report_of(stage: str) -> Path:
+    """Where pytest leaves its report of a stage (tests/conftest.py)."""
+    return REPORTS / f"{stage}.json"
+
+
+def read_stage(name: str, exit_code: int, seconds: float) -> Stage:
+    """A stage that has ended, with its report if it left one; tests without a report are not green."""
+    report = report_of(name)
+    if name == "lint":
+        return Stage(name, exit_code, seconds)
     if not report.is_file():
-        return Stage(host, code or 1, seconds)
+        return Stage(name, exit_code or 1, seconds)
     found = json.loads(report.read_text(encoding="utf-8"))
-    return Stage(host, code, seconds, found["counts"], tuple(found["could_not_run"]))
+    return Stage(name, exit_code, seconds, found["counts"], tuple(found["could_not_run"]), found["slowest"])
 
 
 def _named(skips: Iterable[tuple[str, str]]) -> list[str]:
@@ -88,14 +103,29 @@ def _named(skips: Iterable[tuple[str, str]]) -> list[str]:
     ]
 
 
+def slowest_lines(stages: Iterable[Stage], kind: str) -> list[str]:
+    """The slowest modules or tests of all stages; set-up is apart, because it serves other tests too."""
+    found = [
+        (sum(seconds), seconds, stage.name, name)
+        for stage in stages
+        for name, seconds in stage.slowest.get(kind, {}).items()
+    ]
+    worst = sorted(found, reverse=True)[:SLOWEST]
+    lines = [f"Slowest {kind} (seconds: all, of these set-up, teardown):"] if worst else []
+    for total, (setup, _, teardown), stage, name in worst:
+        lines.append(f"  {total:6.1f} {setup:6.1f} {teardown:5.1f}  {name} on {stage}")
+    return lines
+
+
 def summary_lines(stages: Iterable[Stage]) -> list[str]:
-    """The closing summary: a line a stage, then every test that could not run under its reason, then the totals."""
+    """The closing summary: a line a stage, what was slow, every test that could not run and why, then the totals."""
     stages = list(stages)
     lines = ["", "Summary"]
     for stage in stages:
         counts = ", ".join(f"{number} {name}" for name, number in sorted(stage.counts.items()))
         state = "ok" if stage.ok else "FAILED"
         lines.append(f"  {stage.name:8} {state:6} {stage.seconds:6.0f} s  {counts}".rstrip())
+    lines += slowest_lines(stages, "modules") + slowest_lines(stages, "tests")
     reasons: dict[tuple[bool, str], list[tuple[str, str]]] = {}
     for stage in stages:
         for skip in stage.could_not_run:
@@ -112,22 +142,27 @@ def summary_lines(stages: Iterable[Stage]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all stages and print the summary; 0 only if every stage is ok."""
+    """Run all stages and print the summary; 0 only if every stage is ok, 130 after Ctrl-C."""
     quick = "--quick" in argv
     extra = [word for word in argv if word != "--quick"]
     started = time.monotonic()
     SUMMARY.unlink(missing_ok=True)
-    stages = [run_lint()]
-    for position, pin in enumerate(load_pins().hosts):
-        print(f"\n== {pin}", flush=True)
-        wanted = (["host"] if position else []) + (["not server"] if quick else [])
-        stages.append(run_pytest(pin.name, " and ".join(wanted), extra))
-    ok = all(stage.ok for stage in stages)
+    wanted = commands(quick, extra)
+    for name in wanted:
+        report_of(name).unlink(missing_ok=True)
+    for pin in load_pins().hosts:
+        print(f"{pin.name:7}= {pin}", flush=True)
+    ended, interrupted = run_side_by_side(wanted, ROOT, REPORTS)
+    stages = [read_stage(name, end.exit_code, end.seconds) for name, end in ended.items()]
+    ok = not interrupted and all(stage.ok for stage in stages)
     seconds = round(time.monotonic() - started, 1)
-    whole = not quick and not extra
+    whole = not quick and not extra and not interrupted
     SUMMARY.parent.mkdir(parents=True, exist_ok=True)
     SUMMARY.write_text(json.dumps({"ok": ok, "whole": whole, "test_s": seconds}) + "\n", encoding="utf-8")
     print("\n".join(summary_lines(stages)), flush=True)
+    if interrupted:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0 if ok else 1
 
 

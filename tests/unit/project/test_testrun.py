@@ -14,6 +14,7 @@ import pytest
 
 from tools import testrun
 from tools.environment import ROOT
+from tools.side_by_side import Ended
 from tools.testrun import Stage, summary_lines
 
 GATED = {"test": "tests/gpu/test_a.py::test_b", "reason": "needs a CUDA device", "expected": True}
@@ -51,44 +52,96 @@ def test_a_gated_skip_does_not_fail_its_stage() -> None:
     assert Stage("nvidia", 0, 1.0, {"passed": 1, "skipped": 1}, (GATED,)).ok
 
 
+def test_the_slowest_of_all_stages_are_named_slowest_first() -> None:
+    seconds = {f"tests/a.py::test_{number}": [0.0, float(number), 0.0] for number in range(12)}
+    other = {"tests/b.py::test_server": [30.0, 1.0, 2.5]}
+    stages = [Stage("nvidia", 0, 90.0, slowest={"tests": seconds}), Stage("ascend", 0, 60.0, slowest={"tests": other})]
+    lines = summary_lines(stages)
+    first = next(number for number, line in enumerate(lines) if line.startswith("Slowest tests"))
+    assert lines[first + 1].split() == ["33.5", "30.0", "2.5", "tests/b.py::test_server", "on", "ascend"]
+    assert lines[first + 2].split()[3] == "tests/a.py::test_11"
+    assert lines[first + 11].startswith("tests: "), "ten are shown"
+
+
+class Stages:
+    """Commands that leave reports in place of the real stages."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.codes = {"lint": 0, "nvidia": 0, "ascend": 0}
+        self.ran: list[str] = []
+        self.interrupted = False
+        self.without_report: set[str] = set()
+        monkeypatch.setattr(testrun, "REPORTS", folder)
+        monkeypatch.setattr(testrun, "SUMMARY", folder / "summary.json")
+        monkeypatch.setattr(testrun, "run_side_by_side", self._run)
+
+    def _run(self, commands: dict[str, list[str]], folder: Path, logs: Path) -> tuple[dict[str, Ended], bool]:
+        self.ran = list(commands)
+        for name in commands:
+            assert not testrun.report_of(name).exists(), "the report of an earlier run would be taken for this one's"
+            if name != "lint" and name not in self.without_report:
+                document = {"counts": {"passed": 1}, "could_not_run": [], "slowest": {}}
+                testrun.report_of(name).write_text(json.dumps(document))
+        return {name: Ended(self.codes[name], 1.0) for name in commands}, self.interrupted
+
+    def summary(self) -> dict[str, Any]:
+        """What the run left for others to read."""
+        return json.loads(testrun.SUMMARY.read_text())
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    """All of them green."""
+    return Stages(tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("failing", ["lint", "nvidia", "ascend"])
-def test_any_failed_stage_fails_the_run_after_all_stages_ran(
-    failing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    ran = []
-
-    def stage(name: str) -> Stage:
-        ran.append(name)
-        return Stage(name, int(name == failing), 1.0)
-
-    monkeypatch.setattr(testrun, "run_lint", lambda: stage("lint"))
-    monkeypatch.setattr(testrun, "run_pytest", lambda host, expression, extra: stage(host))
-    monkeypatch.setattr(testrun, "SUMMARY", tmp_path / "summary.json")
+def test_any_failed_stage_fails_the_run(failing: str, stages: Stages) -> None:
+    stages.codes[failing] = 1
     assert testrun.main([]) == 1
-    assert ran == ["lint", "nvidia", "ascend"]
-    assert json.loads((tmp_path / "summary.json").read_text())["ok"] is False
+    assert stages.ran == ["lint", "nvidia", "ascend"]
+    assert stages.summary()["ok"] is False
 
 
-def test_only_a_complete_run_counts_as_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expressions = []
-
-    def stage(host: str, expression: str, extra: Any) -> Stage:
-        expressions.append((host, expression))
-        return Stage(host, 0, 1.0)
-
-    monkeypatch.setattr(testrun, "run_lint", lambda: Stage("lint", 0, 1.0))
-    monkeypatch.setattr(testrun, "run_pytest", stage)
-    monkeypatch.setattr(testrun, "SUMMARY", tmp_path / "summary.json")
+def test_only_a_complete_run_counts_as_whole(stages: Stages) -> None:
     assert testrun.main(["--quick"]) == 0
-    assert json.loads((tmp_path / "summary.json").read_text())["whole"] is False
+    assert stages.summary()["whole"] is False
+    assert testrun.main(["-k", "one"]) == 0
+    assert stages.summary()["whole"] is False
     assert testrun.main([]) == 0
-    assert json.loads((tmp_path / "summary.json").read_text())["whole"] is True
-    assert expressions == [
-        ("nvidia", "not server"),
-        ("ascend", "host and not server"),
-        ("nvidia", ""),
-        ("ascend", "host"),
-    ]
+    assert stages.summary()["whole"] is True
+
+
+def test_an_interrupted_run_shows_its_summary_and_is_neither_whole_nor_green(
+    stages: Stages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages.interrupted = True
+    stages.codes["ascend"] = 2
+    assert testrun.main([]) == 130
+    summary = stages.summary()
+    assert (summary["ok"], summary["whole"]) == (False, False)
+    assert "tests: 2 passed, 0 failed, 0 skipped" in capsys.readouterr().out
+
+
+def test_tests_that_leave_no_report_are_not_green(stages: Stages) -> None:
+    stages.without_report.add("ascend")
+    assert testrun.main([]) == 1
+
+
+def test_other_hosts_run_only_what_depends_on_the_host() -> None:
+    expressions = {
+        (quick, name): command[len(command) - command[::-1].index("-m")]
+        for quick in (True, False)
+        for name, command in testrun.commands(quick, ["-x"]).items()
+        if name != "lint"
+    }
+    assert expressions == {
+        (True, "nvidia"): "not server",
+        (True, "ascend"): "host and not server",
+        (False, "nvidia"): "",
+        (False, "ascend"): "host",
+    }
+    assert all(command[-1] == "-x" for name, command in testrun.commands(False, ["-x"]).items() if name != "lint")
 
 
 def _run_pytest(folder: Path, files: dict[str, str]) -> dict[str, Any]:
@@ -135,3 +188,21 @@ def test_the_report_tells_gated_skips_from_others(tmp_path: Path) -> None:
     assert skips.pop("test_module.py")[0] is False
     assert skips == {}
     assert (report["counts"]["passed"], report["counts"]["failed"]) == (1, 1)
+
+
+def test_the_report_holds_seconds_of_set_up_call_and_teardown(tmp_path: Path) -> None:
+    source = (
+        "import time, pytest\n"
+        "@pytest.fixture\n"
+        "def slow():\n"
+        "    time.sleep(0.2)\n"
+        "    yield\n"
+        "    time.sleep(0.1)\n"
+        "def test_slow(slow): time.sleep(0.3)\n"
+        "def test_fast(): pass\n"
+    )
+    slowest = _run_pytest(tmp_path, {"unit/test_unit.py": source})["slowest"]
+    (module, of_module), (slow, of_slow) = next(iter(slowest["modules"].items())), next(iter(slowest["tests"].items()))
+    assert module.endswith("test_unit.py") and slow.endswith("test_slow")
+    assert [part >= least for part, least in zip(of_slow, (0.2, 0.3, 0.1), strict=True)] == [True] * 3
+    assert sum(of_module) >= sum(of_slow)
