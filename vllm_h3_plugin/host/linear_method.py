@@ -10,6 +10,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
+from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import Packed, QuantBackend
 from vllm_h3_plugin.quantization.fp8 import CHUNK_ELEMENTS, E4M3
 from vllm_h3_plugin.quantization.precision import Precision
@@ -97,6 +98,11 @@ class QuantizedLinearMethod(LinearMethodBase):
         replace_parameter(layer, "weight_scale", packed.scale)
         layer._already_called_process_weights_after_loading = True
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``[..., K] -> [..., N]`` in the dtype of ``x``."""
-        return self.backend.apply(x, Packed(layer.weight, layer.weight_scale), bias)
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor | QuantizedActivation, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[..., K] -> [..., N]`` in the dtype of ``x``. The host's layers hand on what a fused kernel quantized."""
+        packed = Packed(layer.weight, layer.weight_scale)
+        if isinstance(x, QuantizedActivation):
+            return self.backend.matmul(x, packed, bias)
+        return self.backend.apply(x, packed, bias)

@@ -6,6 +6,7 @@ A backend turns one linear layer's BF16 weight into its resident form and comput
     q, scale = backend.quantize_weight(weight, precision, path=path)   # [N, K] E4M3, [N, 1] or [1] FP32
     packed = backend.pack(q, scale)                                    # what stays in memory
     y = backend.apply(x, packed, bias)                                 # [..., K] -> [..., N]
+    y = backend.matmul(quantized, packed, bias)                        # [M, K], quantized by a fused kernel
 
 M is the number of tokens, K the layer's input width, N its output width. Under tensor parallelism K and N are those of
 this rank's shard.
@@ -24,6 +25,8 @@ from vllm_h3_plugin.quantization.precision import Precision
 
 if TYPE_CHECKING:
     import torch
+
+    from vllm_h3_plugin.quantization.activation import QuantizedActivation
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,32 @@ class QuantBackend(ABC):
         """Bring ``(q, scale)`` into the resident form. Copies nothing where a view will do."""
 
     @abstractmethod
+    def quantize_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize activations with one dynamic scale per token.
+
+        Args:
+            x: ``[M, K]`` BF16 or FP16, rows contiguous, M may be 0.
+
+        Returns:
+            ``(values, scale)``: ``[M, K]`` in the backend's element type, contiguous, and FP32 ``[M, 1]``.
+        """
+
+    @abstractmethod
+    def matmul(self, x: QuantizedActivation, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+        """``x @ weight.T + bias`` of activations that are quantized already.
+
+        Args:
+            x: ``[M, K]``; what it keeps of the unquantized activation is not read.
+            packed: from :meth:`pack`.
+            bias: ``[N]`` in ``x.dtype``, or None.
+
+        Returns:
+            ``[M, N]`` in ``x.dtype``, BF16.
+        """
+
+    @abstractmethod
     def apply(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``.
+        """``x @ weight.T + bias``, quantizing ``x`` first.
 
         Args:
             x: ``[..., K]`` activations in BF16 or FP16, any strides, zero tokens included.

@@ -24,6 +24,7 @@ import torch
 
 from vllm_h3_plugin.errors import BackendError
 from vllm_h3_plugin.quantization import fp8
+from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import LayerFacts, Packed, QuantBackend, Support, SystemFacts
 from vllm_h3_plugin.quantization.precision import Precision
 
@@ -99,28 +100,47 @@ class CutlassFp8(QuantBackend):
         """``[N, K]`` row-major -> ``[K, N]`` column-major: a view of the same bytes."""
         return Packed(q.contiguous().t(), scale.to(torch.float32).contiguous())
 
+    def quantize_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[M, K]`` -> E4M3 ``[M, K]`` and FP32 ``[M, 1]``, by vLLM's kernel."""
+        values = torch.empty(x.shape, dtype=fp8.E4M3, device=x.device)
+        scale = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+        if x.shape[0] > 0:  # An empty grid is a CUDA launch error.
+            self._ops.dynamic_per_token_scaled_fp8_quant(values, x, scale, None)
+        return values, scale
+
+    def matmul(self, x: QuantizedActivation, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[M, K]`` -> ``[M, N]`` BF16.
+
+        Raises:
+            BackendError: dtypes or widths that the kernel does not take.
+        """
+        _check(x, packed, bias)
+        return self._multiply(x.values, x.scale, packed, bias, x.dtype)
+
     def apply(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
         """``[..., K]`` BF16 or FP16 -> ``[..., N]`` in the same dtype.
 
         Raises:
             BackendError: dtypes or widths that the kernel does not take.
         """
-        k, n = packed.weight.shape
-        _check(x, packed, bias, k, n)
-        tokens = x.reshape(-1, k)
+        _check(x, packed, bias)
+        tokens = x.reshape(-1, x.shape[-1])
         if tokens.stride(1) != 1:
             tokens = tokens.contiguous()
-        m = tokens.shape[0]
-        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        if m > 0:  # An empty grid is a CUDA launch error.
-            xq = torch.empty((m, k), dtype=fp8.E4M3, device=x.device)
-            x_scale = torch.empty((m, 1), dtype=torch.float32, device=x.device)
-            self._ops.dynamic_per_token_scaled_fp8_quant(xq, tokens, x_scale, None)
-            self._ops.cutlass_scaled_mm(out, xq, packed.weight, x_scale, packed.scale, bias)
-        return out.view(*x.shape[:-1], n)
+        out = self._multiply(*self.quantize_tokens(tokens), packed, bias, x.dtype)
+        return out.view(*x.shape[:-1], out.shape[1])
+
+    def _multiply(
+        self, values: torch.Tensor, scale: torch.Tensor, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        out = torch.empty((values.shape[0], packed.weight.shape[1]), dtype=dtype, device=values.device)
+        if values.shape[0] > 0:
+            self._ops.cutlass_scaled_mm(out, values, packed.weight, scale, packed.scale, bias)
+        return out
 
 
-def _check(x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, k: int, n: int) -> None:
+def _check(x: torch.Tensor | QuantizedActivation, packed: Packed, bias: torch.Tensor | None) -> None:
+    k, n = packed.weight.shape
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise BackendError(
             f"cutlass_fp8 got {x.dtype} activations", why="its output is BF16 or FP16", fix="Cast the input to BF16."

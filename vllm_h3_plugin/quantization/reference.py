@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from vllm_h3_plugin.quantization import fp8
+from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import LayerFacts, Packed, QuantBackend, Support
 from vllm_h3_plugin.quantization.precision import Precision
 
@@ -43,19 +44,32 @@ class Reference(QuantBackend):
         """``[N, K]`` -> ``[K, N]`` view, as the CUTLASS backend keeps it: either can apply what the other packed."""
         return Packed(q.t(), scale.contiguous())
 
+    def quantize_tokens(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :func:`vllm_h3_plugin.quantization.fp8.quantize_activation`."""
+        return fp8.quantize_activation(x)
+
+    def matmul(self, x: QuantizedActivation, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[M, K]`` -> ``[M, N]`` BF16."""
+        return _multiply(x.values, x.scale, packed, bias).to(x.dtype)
+
     def apply(self, x: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
         """``[..., K]`` -> ``[..., N]`` in ``x.dtype``."""
-        wq = packed.weight.t()
-        n, k = wq.shape
-        xq, x_scale = fp8.quantize_activation(x.reshape(-1, k))
-        xf = xq.to(torch.float32)
-        y = torch.empty((xf.shape[0], n), dtype=torch.float32, device=x.device)
-        rows = max(1, fp8.CHUNK_ELEMENTS // k)
-        for start in range(0, n, rows):
-            part = slice(start, start + rows)
-            y[:, part] = xf @ wq[part].to(torch.float32).t()
-        y *= packed.scale.reshape(1, -1)
-        y *= x_scale
-        if bias is not None:
-            y += bias
-        return y.to(x.dtype).reshape(*x.shape[:-1], n)
+        values, scale = self.quantize_tokens(x.reshape(-1, x.shape[-1]))
+        y = _multiply(values, scale, packed, bias)
+        return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _multiply(values: torch.Tensor, scale: torch.Tensor, packed: Packed, bias: torch.Tensor | None) -> torch.Tensor:
+    wq = packed.weight.t()
+    n, k = wq.shape
+    wide = values.to(torch.float32)
+    y = torch.empty((wide.shape[0], n), dtype=torch.float32, device=values.device)
+    rows = max(1, fp8.CHUNK_ELEMENTS // k)
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        y[:, part] = wide @ wq[part].to(torch.float32).t()
+    y *= packed.scale.reshape(1, -1)
+    y *= scale
+    if bias is not None:
+        y += bias
+    return y
