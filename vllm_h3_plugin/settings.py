@@ -91,6 +91,11 @@ class Settings(BaseModel):
         ge=0,
         description="GiB of AdaLN tables kept in the cache folder; the least recently used go first.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Let the host compile its own DiT blocks (torch.compile) instead of running the plugin's fused "
+        "kernels. The first request of a server then takes some 25 s longer.",
+    )
     memory_guard: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Refuse and cancel requests before the machine runs out of memory. `auto`: on where CPU and device "

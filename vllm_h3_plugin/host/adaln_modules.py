@@ -29,6 +29,8 @@ class TableTimeEmbedder(HostTimeEmbedder):  # type: ignore[valid-type,misc]  # t
     """The host's timestep embedder, answering with table rows. Its parameters are the host's, under the same names."""
 
     table: AdalnTable | None = None
+    known_timesteps: tuple[float, ...] | None = None
+    """Values of the step at hand, if the caller knows them; else they are read from the device."""
 
     def forward(self, t: torch.Tensor) -> torch.Tensor:
         """``[M]`` sorted distinct timesteps -> ``[M, width]`` BF16, a view of the table.
@@ -42,8 +44,7 @@ class TableTimeEmbedder(HostTimeEmbedder):  # type: ignore[valid-type,misc]  # t
                 why="a table is made for each request by the pipeline",
                 fix='Use a recipe with "adaln": "resident" to call the DiT by itself.',
             )
-        # The host has just waited for torch.unique, so reading its few values waits for nothing more.
-        return self.table.rows(t.tolist())
+        return self.table.rows(t.tolist() if self.known_timesteps is None else self.known_timesteps)
 
 
 class TableProjection(nn.Module):

@@ -23,6 +23,7 @@ from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import AdaptersBesideTables
+from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
@@ -31,6 +32,7 @@ from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import default_schedule, refuse_what_tables_cannot_serve, schedule_of
 from vllm_h3_plugin.host.session import Session, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
+from vllm_h3_plugin.host.step import Step
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.weights import predict_resident
@@ -99,6 +101,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
                 file_digests=file_digests(values, session.inventory),
             ) as vaes,
             adaln_from_tables() if tables else nullcontext(),
+            plugin_dit(),
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
@@ -111,10 +114,12 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             dit = getattr(self, name)
             progress.watch(dit)
             watch.install(dit)
-            if tables and hasattr(dit, "adaln_cache"):
-                # The host's memo of projections: there is nothing to project, and it would hash the rows each step.
-                dit.adaln_cache = None
         refuse_what_the_loader_skips(self)
+        self._step = Step.of(self, session.backend, values)
+
+    def setup_compile(self) -> None:
+        """Called by the host's runner once the weights are in, in the place of its own torch.compile."""
+        self._step.make_ready(self)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill all parts from the inventory's files; the host's own (memory-mapped, lazy) iterator is left untouched.
@@ -169,6 +174,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             "backend_reason": session.backend_reason,
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
+            "step": self._step.facts(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
             "supported_tasks": sorted(self.supported_tasks),
@@ -180,7 +186,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
 
     def _build_denoise_inputs(self, **kwargs: Any) -> Any:
         """The host's; the table of its schedule is made ready before the first step."""
-        inputs = super()._build_denoise_inputs(**kwargs)
+        with plugin_branch():
+            inputs = super()._build_denoise_inputs(**kwargs)
         dit = (
             "transformers_ref" if self._transformer_for_task(kwargs["task"]) is not self.transformer else "transformer"
         )
@@ -200,7 +207,11 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         """The host's, with its steps counted."""
         self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
         self._watch.expect(kwargs)
-        return super().diffuse(**kwargs)
+        try:
+            return super().diffuse(**kwargs)
+        finally:
+            for name in self._dit_modules:
+                getattr(self, name).forget_request()
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, announced."""

@@ -22,6 +22,7 @@ from vllm_omni.platforms import current_omni_platform
 from vllm_h3_plugin.checkpoint.layout import DitConfig
 from vllm_h3_plugin.host.adaln import finish_loading
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
+from vllm_h3_plugin.host.dit import HostDiT, MiniMaxH3DiTModel, plugin_dit
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 
 __all__ = ["build_dit", "describe_platform", "finish_loading", "platform_device", "single_rank"]
@@ -63,21 +64,26 @@ def single_rank() -> Iterator[torch.device]:
 
 
 def build_dit(
-    config: DitConfig, quantization: H3QuantizationConfig | None, device: torch.device, *, tables: bool = False
+    config: DitConfig,
+    quantization: H3QuantizationConfig | None,
+    device: torch.device,
+    *,
+    tables: bool = False,
+    stock: bool = False,
 ) -> torch.nn.Module:
-    """The host's DiT with unfilled parameters, as the pipeline builds it.
+    """A DiT with unfilled parameters, as the pipeline builds it.
 
     Needs :func:`single_rank` around it.
 
     Args:
         tables: whether it reads AdaLN from tables and has no weights of it.
+        stock: the host's own classes, not the plugin's.
     """
-    from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
 
     od_config: Any = SimpleNamespace(
         tf_model_config=config.to_native(),
         parallel_config=SimpleNamespace(ulysses_degree=1, ring_degree=1),
         cache_config={},
     )
-    with device, adaln_from_tables() if tables else nullcontext():
-        return MiniMaxH3DiTModel(od_config, quantization)
+    with device, adaln_from_tables() if tables else nullcontext(), nullcontext() if stock else plugin_dit():
+        return (HostDiT if stock else MiniMaxH3DiTModel)(od_config, quantization)

@@ -129,8 +129,10 @@ def _norm(
 ) -> tuple[torch.Tensor, QuantizedActivation]:
     rows, width = x.shape
     values, row_scale, original = _outputs(rows, width, x, keep)
-    residual = torch.empty((rows, width), dtype=x.dtype, device=x.device) if gate is not None else x
-    gate, branch, gated = (gate, branch, True) if gate is not None else (shift, x, False)
+    gated = gate is not None and branch is not None
+    residual = torch.empty((rows, width), dtype=x.dtype, device=x.device) if gated else x
+    if gate is None or branch is None:
+        gate, branch = shift, x
     block = triton.next_power_of_2(width)
     if rows:
         _norm_modulate_kernel[(rows,)](

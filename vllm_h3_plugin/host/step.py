@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the DiTs of a pipeline compute a step: with the plugin's kernels, or as the host does, compiled or not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm_omni.diffusion.compile import regionally_compile
+
+from vllm_h3_plugin.host.fused_block import fuse
+from vllm_h3_plugin.host.step_kernels import StepKernels, choose_kernels
+from vllm_h3_plugin.host.warm_up import warm_up
+from vllm_h3_plugin.quantization.contract import QuantBackend
+from vllm_h3_plugin.settings import Settings
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What was decided.
+
+    Attributes:
+        kernels: of the blocks; None where they keep the host's steps.
+        reason: a sentence.
+        compiled: whether the host compiles the blocks.
+    """
+
+    kernels: StepKernels | None
+    reason: str
+    compiled: bool = False
+
+    @classmethod
+    def of(cls, pipeline: Any, backend: QuantBackend | None, settings: Settings) -> Step:
+        """Decide for a pipeline whose DiTs are built, and give their blocks the kernels."""
+        if settings.compile:
+            return _logged(cls(None, "H3_COMPILE=1: the host's blocks, compiled in the first request", compiled=True))
+        if backend is None:
+            return _logged(cls(None, "the blocks are BF16: the host's own kernels, not compiled"))
+        device = next(pipeline.transformer.parameters()).device
+        kernels = choose_kernels(torch.device(device), backend)
+        for name in pipeline._dit_modules:
+            refusal = fuse(getattr(pipeline, name), kernels)
+            if refusal is not None:
+                return _logged(cls(None, f"{refusal}: the host's own kernels, not compiled"))
+        return _logged(cls(kernels, ", ".join(f"{name}: {how}" for name, how in kernels.fused.source.items())))
+
+    def make_ready(self, pipeline: Any) -> None:
+        """Once the weights are in: compile if that was asked for, else run every kernel of a step once."""
+        for name in pipeline._dit_modules:
+            dit = getattr(pipeline, name)
+            if self.compiled:
+                regionally_compile(dit, dynamic=True)
+            else:
+                seconds = warm_up(dit)
+                logger.info("H3 %s: one small step to load every kernel took %.1f s", name, seconds)
+
+    def facts(self) -> Mapping[str, Any]:
+        """For `/v1/h3/info`."""
+        return {
+            "fused": self.kernels is not None,
+            "reason": self.reason,
+            "compiled": self.compiled,
+            "kernels": dict(self.kernels.fused.source) if self.kernels else {},
+            "rotates_in_place": bool(self.kernels and self.kernels.rotates_in_place),
+        }
+
+
+def _logged(step: Step) -> Step:
+    logger.info("H3 step: %s", step.reason)
+    return step
