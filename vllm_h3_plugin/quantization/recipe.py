@@ -42,6 +42,17 @@ class Adaln(Enum):
     """Their BF16 weights stay in memory and run in every step."""
 
 
+class AttentionPrecision(Enum):
+    """What the DiT blocks' attention is computed in. The value is the word that recipes use."""
+
+    EXACT = "exact"
+    """BF16 with sums in FP32, by the fastest kernel of the device."""
+    FP8 = "fp8"
+    """FlashAttention-3 in FP8, a scale per head. Hopper."""
+    INT8 = "int8"
+    """Queries and keys in INT8, by the sageattention package."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """One line of a recipe: paths that match ``match`` get ``precision``, because of ``why``."""
@@ -76,6 +87,7 @@ class Recipe:
         adaln: where the AdaLN projections are.
         rules: in order; first match wins.
         source: the file it was read from.
+        attention: what the DiT blocks' attention is computed in. The token refiner's is always exact.
     """
 
     name: str
@@ -84,6 +96,7 @@ class Recipe:
     adaln: Adaln
     rules: tuple[Rule, ...]
     source: str
+    attention: AttentionPrecision = AttentionPrecision.EXACT
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -162,6 +175,7 @@ class _RecipeFile(BaseModel):
     method: Literal["fp8"] | None
     adaln: Adaln
     rules: tuple[_RuleFile, ...] = Field(min_length=1)
+    attention: AttentionPrecision = AttentionPrecision.EXACT
 
 
 class _DuplicateKeyError(Exception):
@@ -217,7 +231,7 @@ def _parse(text: str, source: str) -> Recipe:
             fix='Set "method" to "fp8" if any rule is fp8_channel or fp8_tensor, else to null.',
         )
     rules = tuple(Rule(rule.match, rule.precision, rule.why) for rule in file.rules)
-    return Recipe(file.name, file.description, file.method, file.adaln, rules, source)
+    return Recipe(file.name, file.description, file.method, file.adaln, rules, source, file.attention)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -235,12 +249,13 @@ def _schema_error(exc: ValidationError, source: str) -> RecipeError:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     model = _RuleFile if len(first["loc"]) > 1 else _RecipeFile
     keys = ", ".join(model.model_fields)
+    required = ", ".join(name for name, field in model.model_fields.items() if field.is_required())
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(first["loc"][-1]), model.model_fields, n=1)
         fix = f"Did you mean {near[0]!r}? Known keys: {keys}." if near else f"Known keys: {keys}."
         return RecipeError(f"recipe {source}: unknown key {place}", fix=fix, key=place)
     if first["type"] == "missing":
-        return RecipeError(f"recipe {source}: key {place} is missing", fix=f"Required keys: {keys}.", key=place)
+        return RecipeError(f"recipe {source}: key {place} is missing", fix=f"Required keys: {required}.", key=place)
     shown = json.dumps(first["input"])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return RecipeError(
