@@ -32,8 +32,10 @@ from vllm_h3_plugin.conditioning.table import TableShape
 from vllm_h3_plugin.host import loading
 from vllm_h3_plugin.host.adaln import ADALN, AdalnTables
 from vllm_h3_plugin.host.adapters import AdaptersBesideTables, refuse_adapter_of_adaln
+from vllm_h3_plugin.host.fused_block import fuse
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.standalone import build_dit, finish_loading
+from vllm_h3_plugin.host.step_kernels import choose_kernels
 from vllm_h3_plugin.quantization.contract import choose_backend
 from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
 
@@ -57,6 +59,9 @@ class BarePipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):  # ty
         self._turbo_lora_adapter_ids: set[int] = set()
         self._native_lora_adapter_ids: set[int] = set()
         self._lora_sigma_schedules: dict[int, Any] = {}
+
+
+FUSED = ", fused"
 
 
 @dataclass(frozen=True)
@@ -89,19 +94,15 @@ def serve(recipe: str, weights: Weights, device: torch.device) -> Served:
     tables = None
     if recipe == "bf16":
         dit: Any = host_dit(CONFIG, weights, device, recipe)
-        if hasattr(dit, "adaln_cache"):
-            dit.adaln_cache = None
-            for block in (*dit.blocks, dit.final_layer):
-                block.adaln_proj._adaln_cache = None
     else:
-        precisions = precision_plan(recipe, CONFIG)
+        precisions = precision_plan(recipe.removesuffix(FUSED), CONFIG)
         backend = choose_backend(None, system_facts(device))[0]
         quantization = H3QuantizationConfig(precisions, backend) if precisions.quantized else None
         dit = build_dit(CONFIG, quantization, device, tables=True)
         loading.load_dit(dit, weights, config=CONFIG, diffusers=False)
         finish_loading(dit)
-        if hasattr(dit, "adaln_cache"):
-            dit.adaln_cache = None
+        if recipe.endswith(FUSED):
+            assert fuse(dit, choose_kernels(device, backend)) is None
         store = TableStore(
             TableShape.of(CONFIG), Origin("w", {}), device=device, device_bytes=1 << 30, folder=None, disk_bytes=0
         )
@@ -119,7 +120,7 @@ def weights() -> Weights:
 
 @pytest.fixture(scope="module")
 def servers(weights: Weights, device: torch.device) -> dict[str, Served]:
-    return {recipe: serve(recipe, weights, device) for recipe in ("bf16", "bf16-table", "fp8")}
+    return {recipe: serve(recipe, weights, device) for recipe in ("bf16", "bf16-table", "fp8", "fp8" + FUSED)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -171,7 +172,22 @@ def test_with_an_adapter_a_table_denoises_to_the_bits_of_resident_adaln(
     assert same(*results)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "bf16-table", "fp8"])
+@pytest.mark.parametrize("task", ["t2va", "fl2va"])
+def test_fused_steps_hand_the_low_rank_path_the_activation_before_quantization(
+    task: str, servers: dict[str, Served], turbo: Path
+) -> None:
+    plain, fused = servers["fp8"], servers["fp8" + FUSED]
+    assert same(fused.before[task], plain.before[task])
+    for scale in (1.0, 0.5):
+        plain.adapter(turbo, scale)
+        fused.adapter(turbo, scale)
+        result = fused.denoise(task)
+        assert same(result, plain.denoise(task)) and not same(result, fused.before[task])
+    fused.adapter(None)
+    assert same(fused.denoise(task), fused.before[task])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "bf16-table", "fp8", "fp8" + FUSED])
 def test_without_the_adapter_the_bits_of_before_are_back(recipe: str, servers: dict[str, Served], turbo: Path) -> None:
     server = servers[recipe]
     for _ in range(2):

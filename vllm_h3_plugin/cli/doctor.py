@@ -32,7 +32,8 @@ def doctor(
     """Check host, plugin and the five contracts in this environment.
 
     Runs without a checkpoint: versions against launch/image.lock, the plugin's entry points as the host loads them,
-    ffmpeg, the kernels that FP8 needs on this device, and the five loading contracts (qkv_layout, loader_contract,
+    ffmpeg, the kernels that FP8 needs on this device, those of a step (each compiled and held to its twin; one that
+    fails is replaced by the host's, which is no fault), and the five loading contracts (qkv_layout, loader_contract,
     fc1_layout, fp8_quantizer, adaln_bf16) on a small real host model. Exit code 0 only if all hold.
 
     \b
@@ -109,6 +110,16 @@ def _kernels() -> str:
     return f"{name}: {reason}"
 
 
+def _step() -> str:
+    from vllm_h3_plugin.host.standalone import platform_device
+    from vllm_h3_plugin.host.step_kernels import choose_kernels
+    from vllm_h3_plugin.quantization.contract import choose_backend
+    from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
+
+    device = platform_device()
+    return choose_kernels(device, choose_backend(None, system_facts(device))[0]).describe()
+
+
 def _ffmpeg() -> str:
     from vllm_h3_plugin.video.tools import find_ffmpeg
 
@@ -121,6 +132,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "plugin": _plugin,
     "platform": _platform,
     "kernels": _kernels,
+    "step": _step,
     "ffmpeg": _ffmpeg,
 }
 

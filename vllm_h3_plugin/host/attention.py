@@ -9,7 +9,7 @@ a size is first seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,11 @@ class Installed:
     blocks: str
     refiner: str
     chooser: Chooser | None
+
+    def facts(self) -> Mapping[str, Any]:
+        """For `/v1/h3/info`: what runs, and every choice so far with its times."""
+        chosen = [str(choice) for choice in self.chooser.choices] if self.chooser else []
+        return {"blocks": self.blocks, "refiner": self.refiner, "chosen": chosen}
 
 
 def install(

@@ -23,13 +23,19 @@ from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import AdaptersBesideTables
+from vllm_h3_plugin.host.attention import install
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
-from vllm_h3_plugin.host.schedules import default_schedule, refuse_what_tables_cannot_serve, schedule_of
+from vllm_h3_plugin.host.schedules import (
+    default_schedule,
+    refuse_too_many_tokens,
+    refuse_what_tables_cannot_serve,
+    schedule_of,
+)
 from vllm_h3_plugin.host.session import Session, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
@@ -115,6 +121,15 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             progress.watch(dit)
             watch.install(dit)
         refuse_what_the_loader_skips(self)
+        self._attention = {
+            name: install(
+                getattr(self, name),
+                precision=session.plan.recipe.attention,
+                folder=values.cache_dir.expanduser() / "attention",
+                batched=od_config.max_num_seqs > 1,
+            )
+            for name in self._dit_modules
+        }
         self._step = Step.of(self, session.backend, values)
 
     def setup_compile(self) -> None:
@@ -182,12 +197,14 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._publish()
 
     def _publish(self) -> None:
+        self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 
     def _build_denoise_inputs(self, **kwargs: Any) -> Any:
         """The host's; the table of its schedule is made ready before the first step."""
         with plugin_branch():
             inputs = super()._build_denoise_inputs(**kwargs)
+        refuse_too_many_tokens(self._session.plan.recipe, inputs["branch"].seq_len)
         dit = (
             "transformers_ref" if self._transformer_for_task(kwargs["task"]) is not self.transformer else "transformer"
         )

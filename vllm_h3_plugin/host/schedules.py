@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timesteps of a request, from what the host prepared for its denoise loop; and what no table can hold."""
+"""The timesteps of a request, from what the host prepared for its denoise loop; and what cannot be served."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 from vllm_omni.diffusion.models.minimax_h3 import time_request
 from vllm_omni.errors import OmniClientError
 
+from vllm_h3_plugin.attention.low_bit import check_tokens
 from vllm_h3_plugin.conditioning.schedule import Roles, Schedule, schedule
 from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.quantization.recipe import Recipe
 
 DEFAULT_STEPS = 50
 """Steps of a request that names none (pipeline_minimax_h3.py ``_resolve_sigma_positions``)."""
@@ -63,6 +65,18 @@ def default_schedule(pipeline: Any, dit: str) -> Schedule:
         for shift in (pipeline.default_video_shift, pipeline.default_audio_shift)
     ]
     return schedule(sigmas[0], sigmas[1], Roles(image=reference_only))
+
+
+def refuse_too_many_tokens(recipe: Recipe, tokens: int) -> None:
+    """Stop a request before it is denoised where the recipe's attention was not measured on as many tokens.
+
+    Raises:
+        OmniClientError: see :func:`check_tokens`.
+    """
+    try:
+        check_tokens(recipe.attention, tokens)
+    except UsageError as error:
+        raise OmniClientError(str(error)) from error
 
 
 def refuse_what_tables_cannot_serve(od_config: Any) -> None:

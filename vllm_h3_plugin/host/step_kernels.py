@@ -36,6 +36,12 @@ class StepKernels:
     rotates_in_place: bool
     probes: tuple[Probe, ...] = ()
 
+    def describe(self) -> str:
+        """One sentence for people: how each step is computed, and why not otherwise."""
+        if not self.probes:
+            return "the host's kernels, then quantization: the plugin's need a CUDA device"
+        return "; ".join(f"{tried.name}: {tried.reason}" for tried in self.probes)
+
     def rotate(
         self, qkv: torch.Tensor, attn: Any, rope_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

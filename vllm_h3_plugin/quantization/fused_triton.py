@@ -77,11 +77,12 @@ def _norm_modulate_kernel(
         gate = tl.load(gate_ptr + index * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
         x = (x + gate * branch).to(tl.bfloat16).to(tl.float32)
         tl.store(residual_ptr + row * WIDTH + columns, x.to(tl.bfloat16), mask=mask)
+    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + EPS)
+    # Loaded behind the sum: before it they would hold registers that more rows in flight can use.
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + index * shift_stride + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr + index * scale_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + EPS) * weight
-    value = (normed * (1.0 + scale) + shift).to(tl.bfloat16).to(tl.float32)
+    value = ((x * inverse * weight) * (1.0 + scale) + shift).to(tl.bfloat16).to(tl.float32)
     _store_quantized(value, q_ptr, q_scale_ptr, original_ptr, row, columns, mask, WIDTH, KEEP)
 
 
