@@ -22,7 +22,7 @@ has a reason.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -151,3 +151,18 @@ def render(name: str, result: Result) -> str:
 def render_all(results: dict[str, Result]) -> str:
     """All measurements, in order of their names."""
     return "\n\n".join(render(name, result) for name, result in results.items())
+
+
+def set_ratio(folder: Path, name: str, ratio: str, value: float) -> Path:
+    """Put a figure that another command measured into a file that keeps a place for it; returns the file.
+
+    Raises:
+        UsageError: there is no such file, or it has no such ratio.
+    """
+    path = folder / f"{name}.json"
+    results = load_results(folder)
+    if name not in results or ratio not in results[name].ratios:
+        raise UsageError(f"{path.name}: no ratio {ratio!r} to set", fix="Measure the file first, or correct the name.")
+    found = results[name]
+    reasons = {key: reason for key, reason in found.reasons.items() if key != ratio}
+    return write_result(folder, name, replace(found, ratios={**found.ratios, ratio: value}, reasons=reasons))

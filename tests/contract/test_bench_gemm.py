@@ -79,8 +79,10 @@ def test_kernels_that_run_agree_with_plain_torch(bench: Any, found: Any) -> None
 
 
 def test_a_kernel_that_computes_something_else_is_called_wrong(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgets_the_last_channel(self: Any, x: torch.Tensor, packed: Any, bias: Any) -> torch.Tensor:
-        y = (x.float() @ (packed.weight.float() * packed.scale.view(1, -1))).to(x.dtype)
+    real = Reference.matmul
+
+    def forgets_the_last_channel(self: Any, *operands: Any) -> torch.Tensor:
+        y = real(self, *operands)
         y[:, -1] = 0
         return y
 
@@ -89,7 +91,7 @@ def test_a_kernel_that_computes_something_else_is_called_wrong(bench: Any, monke
     def broken(operands: Any) -> Any:
         ready = kernel(operands)
         expected = ready.expected()
-        monkeypatch.setattr(Reference, "apply", forgets_the_last_channel)
+        monkeypatch.setattr(Reference, "matmul", forgets_the_last_channel)
         return replace(ready, expected=lambda: expected)
 
     monkeypatch.setattr(bench.gemm, "kernels", lambda device: {"broken": broken})
@@ -228,7 +230,7 @@ def test_arguments_that_measure_nothing_are_refused(arguments: list[str], messag
         app(["gemm", *arguments], standalone_mode=False)
 
 
-@pytest.mark.parametrize("verb", ["gemm"])
+@pytest.mark.parametrize("verb", ["gemm", "step"])
 def test_a_machine_without_an_accelerator_is_told_of_the_reference_platform(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from vllm_h3_plugin.cli.bench_gemm import gemm
 from vllm_h3_plugin.cli.bench_load import load
+from vllm_h3_plugin.cli.bench_step import step
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 
@@ -17,6 +18,7 @@ def bench() -> None:
 
     \b
     Examples:
+      vllm-h3 bench step                       a denoise step beside its floor: minutes, on a GPU
       vllm-h3 bench gemm                       is every matrix multiplication served well?  a minute
       H3_REFERENCE=1 vllm-h3 bench load        a minute, without a GPU
       vllm-h3 bench load --true-width          real widths, 20 layers: 34 GB, and 16 GB beside it
@@ -24,5 +26,5 @@ def bench() -> None:
     """
 
 
-for verb in (load, gemm):
+for verb in (load, gemm, step):
     app.command()(verb)

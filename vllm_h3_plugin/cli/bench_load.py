@@ -15,6 +15,7 @@ import typer
 from vllm_h3_plugin.cli.bench_shared import (
     check_output,
     check_positive,
+    figures_table,
     host_environment,
     show,
     table_of,
@@ -24,7 +25,6 @@ from vllm_h3_plugin.errors import UsageError
 
 if TYPE_CHECKING:
     from vllm_h3_plugin.host.bench_load import Measured
-    from vllm_h3_plugin.host.bench_report import Figure
 
 
 def load(
@@ -86,7 +86,7 @@ def load(
     from vllm_h3_plugin.cli.console import emit_json
     from vllm_h3_plugin.host.bench_report import load_figures, load_rows, memory_figures
 
-    show(table_of(load_rows(found)), _figures([*load_figures(found), *memory_figures(found)]))
+    show(table_of(load_rows(found)), figures_table([*load_figures(found), *memory_figures(found)]))
     if as_json:
         emit_json(not found.errors, errors=found.errors, **outcome)
     sys.exit(1 if found.errors else 0)
@@ -216,16 +216,3 @@ def _subject(checkpoint: Path) -> str:
         f"{size:.2f} GiB: {partition.dit.num_layers} DiT blocks of width {partition.dit.hidden_size}, "
         f"{partition.text.num_hidden_layers} text encoder layers"
     )
-
-
-def _figures(figures: list[Figure]):  # type: ignore[no-untyped-def]
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("figure", "value", "asked", ""):
-        table.add_column(column, overflow="fold")
-    words = {None: "", True: "ok", False: "MISSED"}
-    for figure in figures:
-        value = figure.reason if figure.value is None else f"{figure.value:.4g}"
-        table.add_row(figure.name, value, figure.asked, words[figure.met])
-    return table

@@ -16,6 +16,8 @@ from vllm_h3_plugin.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vllm_h3_plugin.host.bench_report import Figure
+
 # Columns that the tables need, also where stdout is no terminal.
 _WIDTH = 150
 
@@ -93,12 +95,28 @@ def table_of(rows: Sequence[Mapping[str, Any]], *, last: str = "Note", title: st
 
     columns = list(dict.fromkeys(column for row in rows for column in row))
     columns = [column for column in columns if column != last] + [last] * (last in columns)
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(column, "")) for column in columns))
     return table
+
+
+def figures_table(figures: Sequence[Figure]) -> Table:
+    """Figures, what is asked of them, and whether it is met."""
+    words = {None: "", True: "ok", False: "MISSED"}
+    return table_of(
+        [
+            {
+                "figure": figure.name,
+                "value": figure.reason if figure.value is None else figure.value,
+                "asked": figure.asked,
+                "": words[figure.met],
+            }
+            for figure in figures
+        ]
+    )
 
 
 def _cell(value: object) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from vllm_h3_plugin.errors import BackendError
 from vllm_h3_plugin.quantization import fp8
+from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import LayerFacts
 from vllm_h3_plugin.quantization.cutlass_fp8 import CutlassFp8, system_facts
 from vllm_h3_plugin.quantization.precision import Precision
@@ -54,7 +55,7 @@ class Operands:
         self.shape, self.device = shape, device
         self.x = torch.randn(shape.m, shape.k, **draw)  # type: ignore[call-overload]
         self.weight = torch.randn(shape.n, shape.k, **draw) * shape.k**-0.5  # type: ignore[call-overload]
-        self.xq, self.x_scale = fp8.quantize_activation(self.x)
+        self.quantized = QuantizedActivation(*fp8.quantize_activation(self.x))
         self.sample = torch.linspace(0, shape.m - 1, min(shape.m, SAMPLE_ROWS), device=device).long()
 
     def copies(self, weight: torch.Tensor) -> list[torch.Tensor]:
@@ -77,9 +78,9 @@ Kernel = Callable[[Operands], Prepared]
 
 
 def _expected(operands: Operands, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The reference quantizes a row as the operands were: the same bytes are multiplied."""
-    reference = Reference()
-    return reference.apply(operands.x[operands.sample], reference.pack(q, scale), None)
+    reference, rows = Reference(), operands.sample
+    x = QuantizedActivation(operands.quantized.values[rows], operands.quantized.scale[rows])
+    return reference.matmul(x, reference.pack(q, scale), None)
 
 
 def _cutlass(precision: Precision) -> Kernel:
@@ -92,16 +93,10 @@ def _cutlass(precision: Precision) -> Kernel:
         if not support:
             raise BackendError(support.reason)
         q, scale = backend.quantize_weight(operands.weight, precision, path=shape.layer)
-        out = torch.empty(shape.m, shape.n, dtype=torch.bfloat16, device=operands.device)
 
         def call(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
             packed = backend.pack(weight, scale)
-
-            def work() -> torch.Tensor:
-                torch.ops._C.cutlass_scaled_mm(out, operands.xq, packed.weight, operands.x_scale, packed.scale, None)
-                return out
-
-            return work
+            return lambda: backend.matmul(operands.quantized, packed, None)
 
         return Prepared([call(copy) for copy in operands.copies(q)], lambda: _expected(operands, q, scale))
 
@@ -118,7 +113,7 @@ def _scaled_mm(operands: Operands) -> Prepared:
     q, scale = fp8.quantize_weight(operands.weight, Precision.FP8_CHANNEL, path=operands.shape.layer)
     columns = scale.view(1, -1)
     return Prepared(
-        [_scaled_call(operands, copy, operands.x_scale, columns) for copy in operands.copies(q)],
+        [_scaled_call(operands, copy, operands.quantized.scale, columns) for copy in operands.copies(q)],
         lambda: _expected(operands, q, scale),
     )
 
@@ -135,7 +130,7 @@ def _scaled_call(operands: Operands, q: torch.Tensor, a: torch.Tensor, b: torch.
     def work() -> torch.Tensor:
         # Fast accumulation, as CUTLASS's kernels have it on Hopper.
         product: torch.Tensor = torch._scaled_mm(
-            operands.xq, q.t(), scale_a=a, scale_b=b, out_dtype=torch.bfloat16, use_fast_accum=True
+            operands.quantized.values, q.t(), scale_a=a, scale_b=b, out_dtype=torch.bfloat16, use_fast_accum=True
         )
         return product
 
@@ -159,7 +154,7 @@ def _reference(operands: Operands) -> Prepared:
     reference = Reference()
     q, scale = reference.quantize_weight(operands.weight, Precision.FP8_CHANNEL, path=operands.shape.layer)
     packed = reference.pack(q, scale)
-    return Prepared([lambda: reference.apply(operands.x, packed, None)], lambda: _expected(operands, q, scale))
+    return Prepared([lambda: reference.matmul(operands.quantized, packed, None)], lambda: _expected(operands, q, scale))
 
 
 def kernels(device: torch.device) -> dict[str, Kernel]:

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One denoise step on the stock host and on the plugin, beside the floor of the same kernels, in one process.
+
+Weights are random and of the same values in each model; only some of the 50 blocks are built, as many as a size needs
+to be timed well. Everything that is compared is measured in turns.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from vllm_h3_plugin.errors import H3Error
+from vllm_h3_plugin.host import bench_floor, bench_step_lowbit
+from vllm_h3_plugin.host.bench_clock import in_turns, reason_of, wall_ms
+from vllm_h3_plugin.host.bench_step_cells import (
+    FLOOR,
+    LONG_CLIP,
+    LOW_BIT,
+    PLUGIN,
+    STOCK_BF16,
+    STOCK_FP8,
+    STOCK_SDPA,
+    Cell,
+    Found,
+    Options,
+    clip_of,
+)
+from vllm_h3_plugin.host.bench_step_models import (
+    Model,
+    RandomWeights,
+    Request,
+    attention_as,
+    build_plugin,
+    build_stock,
+    put_masked_sdpa,
+)
+from vllm_h3_plugin.host.bench_step_profile import busy_ms
+from vllm_h3_plugin.memory.requests import RequestSize
+
+
+@dataclass
+class Part:
+    """A column at a size, ready to be measured."""
+
+    measures: Mapping[str, Callable[[], float]]
+    step: Callable[[], object]
+    around: Callable[[], AbstractContextManager[object]]
+    cell: Cell
+
+
+class Bench:
+    """See the module's docstring. Needs ``single_rank`` around it.
+
+    Args:
+        starts: told what comes next.
+        ends: sees everything after each size.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        device: torch.device,
+        *,
+        starts: Callable[[str], None] = lambda words: None,
+        ends: Callable[[Found], None] = lambda found: None,
+    ) -> None:
+        self.options, self.device, self._starts, self._ends = options, device, starts, ends
+        deepest = max((options.depth(size) for size in options.sizes), default=1)
+        self._weights = RandomWeights(replace(options.config, num_layers=deepest), device)
+        self.models: dict[str, Model] = {}
+        self._floor: bench_floor.FloorWeights | None = None
+        self.failed: dict[str, str] = {}
+        self.found = Found(options.config)
+
+    @torch.inference_mode()
+    def run(self) -> Found:
+        """Build each model once, then measure every size."""
+        self._build()
+        for size in self.options.sizes:
+            self._starts(f"{size.width}x{size.height}, {size.frames} frames: {size.tokens} tokens")
+            self.found.cells += self._measure(size)
+            self._ends(self.found)
+        if LOW_BIT in self.options.columns and self.options.sizes:
+            self._measure_low_bit()
+            self._ends(self.found)
+        return self.found
+
+    def _build(self) -> None:
+        wanted, config = set(self.options.columns), self._weights.config
+        stock = partial(build_stock, self._weights, eager=self.options.eager)
+        builders: dict[str, tuple[bool, Callable[[], Model]]] = {
+            STOCK_BF16: (STOCK_BF16 in wanted, partial(stock, fp8=False)),
+            STOCK_FP8: (bool({STOCK_FP8, STOCK_SDPA} & wanted), partial(stock, fp8=True)),
+            PLUGIN: (bool({PLUGIN, LOW_BIT} & wanted), partial(build_plugin, self._weights)),
+        }
+        for name, (needed, build) in builders.items():
+            if needed:
+                self._starts(f"building {name}")
+                try:
+                    self.models[name] = build()
+                except Exception as exc:  # noqa: BLE001 - the host may raise anything; the others still say something
+                    self.failed[name] = reason_of(exc)
+                self._release()
+        if FLOOR in wanted:
+            self._starts("building floor")
+            try:
+                self._floor = bench_floor.FloorWeights(config, config.num_layers, self.device)
+            except H3Error as exc:
+                self.failed[FLOOR] = reason_of(exc)
+            self._release()
+
+    def _measure(self, size: RequestSize) -> list[Cell]:
+        layers = self.options.depth(size)
+        for model in self.models.values():
+            model.set_depth(layers)
+        cells: dict[str, Cell] = {}
+        parts: dict[str, Part] = {}
+        for column in self.options.columns:
+            if column == LOW_BIT:
+                continue
+            cells[column] = Cell(size, layers, column)
+            try:
+                parts[column] = self._part(cells[column], size)
+            except Exception as exc:  # noqa: BLE001 - as above
+                cells[column] = replace(cells[column], note=reason_of(exc))
+                self._release()
+        measures = {
+            (column, name): partial(_inside, part.around, measure)
+            for column, part in parts.items()
+            for name, measure in part.measures.items()
+        }
+        times, failed = in_turns(measures, self.options.rounds_at(size))
+        for column, part in parts.items():
+            cells[column] = self._finish(part, column, times, failed)
+        del parts, measures
+        self._release()
+        return list(cells.values())
+
+    def _measure_low_bit(self) -> None:
+        size = next((size for size in self.options.sizes if clip_of(size) == LONG_CLIP), self.options.sizes[-1])
+        self._starts(f"attention in few bits at {size.tokens} tokens")
+        try:
+            if PLUGIN in self.failed:
+                raise H3Error(self.failed[PLUGIN])
+            model = self.models[PLUGIN]
+            model.set_depth(self.options.depth(size))
+            self.found.low_bit = bench_step_lowbit.measure(
+                model, size, self.device, self.options.rounds_at(size), self.options.low_bit
+            )
+        except Exception as exc:  # noqa: BLE001 - as above
+            self.found.low_bit_reason = reason_of(exc)
+        self._release()
+
+    def _part(self, cell: Cell, size: RequestSize) -> Part:
+        """Prepare a column: everything runs once, which compiles, measures attention kernels and fills caches."""
+        if cell.column == FLOOR:
+            return self._floor_part(cell, size)
+        name = STOCK_FP8 if cell.column == STOCK_SDPA else cell.column
+        if name in self.failed:
+            raise H3Error(self.failed[name])
+        model = self.models[name]
+        around: Callable[[], AbstractContextManager[object]] = nullcontext
+        notes = model.notes
+        if cell.column == STOCK_SDPA:
+            around = partial(attention_as, model.dit, partial(put_masked_sdpa, model.dit))
+            notes = "attention SDPA with a mask, as where the host finds no other kernel"
+        request = Request(model, size, self.device)
+        works = {"forward_ms": request.forward, "blocks_ms": request.blocks, "outside_ms": request.outside}
+        measures = {name: partial(wall_ms, work, self.device) for name, work in works.items()}
+        with around():
+            first = measures["forward_ms"]()
+            peak = self._peak(request.forward)
+            for measure in measures.values():
+                measure()
+            later = measures["forward_ms"]()
+        flops = cell.layers * bench_floor.block_flops(self.options.config, request.tokens, request.used)
+        compile_s = max(0.0, first - later) / 1e3 if model.compiled else None
+        cell = replace(cell, flops=flops, activation_bytes=peak, compile_s=compile_s, note=notes)
+        return Part(measures, request.forward, around, cell)
+
+    def _floor_part(self, cell: Cell, size: RequestSize) -> Part:
+        if self._floor is None:
+            raise H3Error(self.failed.get(FLOOR, "the floor was not built"))
+        keys = size.text_rows + size.video_rows + size.audio_rows
+        floor = bench_floor.floor(self._floor, cell.layers, size.tokens, keys)
+        how = "one CUDA graph" if floor.graph else "no graph: this is the CPU"
+        cell = replace(cell, flops=floor.flops, note=f"attention {floor.attention}, {how}")
+        return Part({"blocks_ms": partial(wall_ms, floor.replay, self.device)}, floor.replay, nullcontext, cell)
+
+    def _finish(
+        self,
+        part: Part,
+        column: str,
+        times: Mapping[tuple[str, str], float],
+        failed: Mapping[tuple[str, str], str],
+    ) -> Cell:
+        cell = replace(part.cell, **{name: times.get((column, name)) for name in part.measures})  # type: ignore[arg-type]
+        notes = [
+            cell.note,
+            *(f"{name} failed: {failed[column, name]}" for name in part.measures if (column, name) in failed),
+        ]
+        if self.device.type == "cuda":
+            try:
+                with part.around():
+                    cell = replace(cell, busy_ms=busy_ms(part.step))
+            except Exception as exc:  # noqa: BLE001 - as above
+                notes.append(f"no profile: {reason_of(exc)}")
+        return replace(cell, note="; ".join(note for note in notes if note))
+
+    def _peak(self, work: Callable[[], object]) -> int | None:
+        if self.device.type != "cuda":
+            work()
+            return None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _inside(around: Callable[[], AbstractContextManager[object]], measure: Callable[[], float]) -> float:
+    with around():
+        return measure()
