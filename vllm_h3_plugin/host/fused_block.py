@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm_omni.diffusion.layers.indexed_modulation import indexed_gate
 from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as host_dit
 
 from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod
@@ -94,7 +93,7 @@ class MiniMaxH3DiTBlock(HostBlock):  # type: ignore[valid-type,misc]  # the host
         branch = self.mlp(activation)
         following = self._following()
         if following is None:
-            return indexed_gate(x, gate_mlp, branch, combined_indices)
+            return host_dit.indexed_gate(x, gate_mlp, branch, combined_indices)
         modulation = following.adaln_proj(t_emb)
         x, activation = kernels.fused.gate_norm_modulate(
             x,

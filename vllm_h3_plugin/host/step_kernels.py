@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
-from vllm_omni.diffusion.layers import indexed_modulation
-from vllm_omni.diffusion.layers.activation import SiluAndMul
-from vllm_omni.diffusion.layers.fused_qk_norm_rope import fused_qk_norm_rope
+from vllm_omni.diffusion.models.minimax_h3 import minimax_h3_transformer as host_dit
 
 from vllm_h3_plugin.attention.rotary import in_place_fault
 from vllm_h3_plugin.quantization import fused
@@ -64,7 +62,7 @@ class StepKernels:
 
             qk_norm_rope_(qkv, *weights, rope_table, eps, heads=heads)
         else:
-            q, k = fused_qk_norm_rope(q, k, *weights, rope_table, eps)
+            q, k = host_dit.fused_qk_norm_rope(q, k, *weights, rope_table, eps)
         return q, k, v
 
 
@@ -75,11 +73,11 @@ def fits_in_place(heads: int, kv_heads: int, dim: int, rope_table: torch.Tensor)
 
 def composed(backend: QuantBackend) -> fused.FusedKernels:
     """The host's kernels for each step, and the backend's quantization behind them."""
-    silu_and_mul = SiluAndMul()
     return fused.compose(
-        indexed_modulation.rms_norm_indexed_scale_shift,
-        indexed_modulation.indexed_gate_rms_norm_scale_shift,
-        silu_and_mul,
+        # By the names under which the DiT imports them: their own modules differ between the hosts.
+        host_dit.rms_norm_indexed_scale_shift,
+        host_dit.indexed_gate_rms_norm_scale_shift,
+        host_dit.SiluAndMul(),
         backend.quantize_tokens,
         "the host's kernel, then quantization",
     )
