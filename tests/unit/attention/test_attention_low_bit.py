@@ -173,8 +173,8 @@ def test_exact_attention_has_no_largest_size():
 
 
 def test_triton_kernels_quantize_as_the_reference_does(tmp_path):
-    """In Triton's interpreter, whose own conversion to E4M3 loses the carry when a mantissa rounds up to the next power
-    of two and cuts subnormals off; the compiled kernel is held to all bits by the GPU tests."""
+    """In Triton's interpreter, whose own conversion to E4M3 rounds ties up, cuts subnormals off and loses the carry when
+    a mantissa reaches the next power of two; the compiled kernel is held to all bits by the GPU tests."""
     code = """
 import torch
 from vllm_h3_plugin.attention.low_bit import key_mean, quantize_heads as reference
@@ -193,8 +193,8 @@ for _ in range(2):
         else:
             x, y = x.float(), y.float()
             carried = (x == 2 * y) & (x != 0)
-            subnormal = (x - y).abs() <= 2**-9
-            assert (subnormal | carried).all() and carried.float().mean() < 0.05, name
+            near = (x - y).abs() <= (x.abs() / 8).clamp(min=2**-9)
+            assert (near | carried).all() and (x == y).float().mean() > 0.9, name
     q, k, v = q[:, :1], k[:, :1], v[:, :1]  # one row
 """
     environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
