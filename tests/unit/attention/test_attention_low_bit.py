@@ -173,7 +173,7 @@ def test_exact_attention_has_no_largest_size():
 
 
 def test_triton_kernels_quantize_as_the_reference_does(tmp_path):
-    """In Triton's interpreter, whose own conversion to E4M3 rounds ties up, cuts subnormals off and loses the carry when
+    """In Triton's interpreter, whose own conversion to E4M3 rounds ties up, cuts subnormals off and loses carries when
     a mantissa reaches the next power of two; the compiled kernel is held to all bits by the GPU tests."""
     code = """
 import torch
