@@ -122,6 +122,7 @@ def test_depth_is_what_is_asked_for_and_comes_back(run: Any, bench: Any) -> None
         model.set_depth(depth)
         assert len(model.dit.blocks) == depth
         assert not model.dit.blocks[-1]._next, "the last block must not begin one that does not run"
+        assert bool(model.dit.blocks[0]._next) == (depth == 2)
 
 
 def test_sdpa_stands_in_for_a_turn_and_goes_again(run: Any, bench: Any) -> None:
@@ -212,7 +213,8 @@ def made(bench: Any, **changes: Any) -> Any:
 
 
 def test_figures_are_ratios_of_the_right_cells(bench: Any) -> None:
-    low = bench.cells.LowBit(SMALL, "fp8", 400.0, 250.0, 0.9995, {"block 0": 0.05})
+    long = RequestSize(1344, 768, 124, text_tokens=60)
+    low = bench.cells.LowBit(long, "fp8", 400.0, 250.0, 0.9995, {"block 0": 0.05})
     found = made(bench, low_bit=low, dram={"plugin": 3e8, "stock-fp8": 1e9})
     values = {figure.name: figure.value for figure in bench.report.figures(found)}
     assert values.keys() >= ASKED
@@ -226,6 +228,9 @@ def test_figures_are_ratios_of_the_right_cells(bench: Any) -> None:
     assert values["dram_bytes_over_stock"] == 0.3
     assert values["lowbit_attention_speedup_38k"] == 1.6 and values["lowbit_attention_cosine"] == 0.9995
     assert values["first_over_second_request"] is None
+    found.low_bit = replace(low, size=SMALL)
+    elsewhere = {figure.name: figure for figure in bench.report.figures(found)}["lowbit_attention_cosine"]
+    assert elsewhere.value is None and elsewhere.reason == "measured at 64x64, 5 frames only"
 
 
 def test_a_figure_that_was_not_measured_names_what_is_missing(bench: Any) -> None:

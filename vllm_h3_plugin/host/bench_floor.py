@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from vllm_h3_plugin.attention.exact import Run
 from vllm_h3_plugin.attention.prefix_sdpa import prefix_sdpa
 from vllm_h3_plugin.checkpoint.configs import DitConfig
-from vllm_h3_plugin.host.bench_clock import device_ms, in_turns
+from vllm_h3_plugin.errors import BackendError
+from vllm_h3_plugin.host.bench_clock import device_ms, in_turns, reason_of
 from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import Packed, QuantBackend, choose_backend
 from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
@@ -52,7 +54,7 @@ class Floor:
 
     Attributes:
         replay: runs them once.
-        attention: name of the attention kernel.
+        attention: name of the attention kernel, and why faster ones were not taken.
         graph: whether it is one CUDA graph; on the CPU it is not.
         flops: of one replay.
     """
@@ -83,21 +85,27 @@ def floor(weights: FloorWeights, layers: int, rows: int, keys: int) -> Floor:
         q, k, v = (part.view(1, rows, heads, dim) for part in qkv.chunk(3, dim=-1))
         return q, k[:, :keys], v[:, :keys]
 
-    sample = split(backend.matmul(hidden, weights.blocks[0][0], None))
-    name, attend = fastest_attention(*sample, scale)
-    del sample
-
-    def replay() -> None:
+    def step(attend: Run) -> None:
         for qkv, out_proj, fc1, fc2 in weights.blocks[:layers]:
             attend(*split(backend.matmul(hidden, qkv, None)), scale)
             backend.matmul(inner, out_proj, None)
             backend.matmul(hidden, fc1, None)
             backend.matmul(ffn, fc2, None)
 
+    fastest = fastest_attention(*split(backend.matmul(hidden, weights.blocks[0][0], None)), scale)
     flops = layers * block_flops(config, rows, keys)
     if device.type != "cuda":
-        return Floor(replay, name, False, flops)
-    return Floor(_record(replay), name, True, flops)
+        name, attend = fastest[0]
+        return Floor(partial(step, attend), name, False, flops)
+    refused = []
+    for name, attend in fastest:
+        try:
+            replay = _record(partial(step, attend))
+        except Exception as exc:  # noqa: BLE001 - a kernel may raise anything while a graph is recorded
+            refused.append(f"{name} cannot be recorded: {reason_of(exc)}")
+            continue
+        return Floor(replay, "; ".join([name, *refused]), True, flops)
+    raise BackendError("no attention kernel can be recorded into a CUDA graph", why="; ".join(refused))
 
 
 def _record(work: Callable[[], None]) -> Callable[[], None]:
@@ -113,16 +121,18 @@ def _record(work: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def fastest_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[str, Run]:
-    """The exact kernel that is fastest on these tensors, whatever the order of preference says.
+def fastest_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> list[tuple[str, Run]]:
+    """Names of exact kernels that are near the best on these tensors, and how they are run; the fastest first.
 
-    Returns:
-        its name, and how it is run.
+    The order in which a device prefers them does not count here.
     """
     if q.device.type != "cuda":
-        return "torch's on the CPU", lambda q, k, v, scale: prefix_sdpa(
-            q, k, v, valid=k.shape[1], scale=scale, causal=False
-        )
+        return [
+            (
+                "torch's on the CPU",
+                lambda q, k, v, scale: prefix_sdpa(q, k, v, valid=k.shape[1], scale=scale, causal=False),
+            )
+        ]
     from vllm_h3_plugin.attention.device import cuda_chooser, device_capability, device_facts, find_flash
     from vllm_h3_plugin.attention.exact import exact_kernels
 
@@ -142,5 +152,4 @@ def fastest_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
         2,
         warm=1,
     )
-    name = min(whole, key=lambda name: whole[name], default=taken.name)
-    return name, runs[name]
+    return [(name, runs[name]) for name in sorted(whole, key=lambda name: whole[name])]

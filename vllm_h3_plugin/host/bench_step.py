@@ -78,17 +78,18 @@ class Bench:
         self.failed: dict[str, str] = {}
         self.found = Found(options.config)
 
-    @torch.inference_mode()
     def run(self) -> Found:
         """Build each model once, then measure every size."""
         self._build()
-        for size in self.options.sizes:
-            self._starts(f"{size.width}x{size.height}, {size.frames} frames: {size.tokens} tokens")
-            self.found.cells += self._measure(size)
-            self._ends(self.found)
-        if LOW_BIT in self.options.columns and self.options.sizes:
-            self._measure_low_bit()
-            self._ends(self.found)
+        # Not while models are built: the host's parameters are no inference tensors in a server either.
+        with torch.inference_mode():
+            for size in self.options.sizes:
+                self._starts(f"{size.width}x{size.height}, {size.frames} frames: {size.tokens} tokens")
+                self.found.cells += self._measure(size)
+                self._ends(self.found)
+            if LOW_BIT in self.options.columns and self.options.sizes:
+                self._measure_low_bit()
+                self._ends(self.found)
         return self.found
 
     def _build(self) -> None:
@@ -175,10 +176,9 @@ class Bench:
         measures = {name: partial(wall_ms, work, self.device) for name, work in works.items()}
         with around():
             first = measures["forward_ms"]()
-            peak = self._peak(request.forward)
-            for measure in measures.values():
-                measure()
-            later = measures["forward_ms"]()
+            later, peak = self._peak(measures["forward_ms"])
+            measures["blocks_ms"]()
+            measures["outside_ms"]()
         flops = cell.layers * bench_floor.block_flops(self.options.config, request.tokens, request.used)
         compile_s = max(0.0, first - later) / 1e3 if model.compiled else None
         cell = replace(cell, flops=flops, activation_bytes=peak, compile_s=compile_s, note=notes)
@@ -213,16 +213,14 @@ class Bench:
                 notes.append(f"no profile: {reason_of(exc)}")
         return replace(cell, note="; ".join(note for note in notes if note))
 
-    def _peak(self, work: Callable[[], object]) -> int | None:
+    def _peak(self, measure: Callable[[], float]) -> tuple[float, int | None]:
+        """A measure, and the most bytes that it had on the device beyond those before it; None on the CPU."""
         if self.device.type != "cuda":
-            work()
-            return None
+            return measure(), None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return measure(), torch.cuda.max_memory_allocated() - before
 
     def _release(self) -> None:
         gc.collect()

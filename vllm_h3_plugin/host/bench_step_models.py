@@ -136,10 +136,9 @@ def build_plugin(weights: RandomWeights, recipe: str = "fp8") -> Model:
         schedule((video, 0.0), (audio, 0.0), Roles()),
         {name: weights[name] for name in weights.facts if name.startswith("time_embedder.")},
     )
-    with torch.inference_mode():
-        loader.from_checkpoint(loading.dit_stream(weights.items(), config=config, diffusers=False, adaln=layers.add))
-        dit.time_embedder.table = layers.finish()
-        finish_loading(dit)
+    loader.from_checkpoint(loading.dit_stream(weights.items(), config=config, diffusers=False, adaln=layers.add))
+    dit.time_embedder.table = layers.finish()
+    finish_loading(dit)
     kernels = choose_kernels(device, backend)
     refused = fuse(dit, kernels)
     installed = install(dit)
