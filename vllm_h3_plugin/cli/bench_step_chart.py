@@ -69,7 +69,9 @@ def draw(found: Found, path: Path) -> None:
     image = Image.new("RGB", (_PANEL * len(panels), _HEIGHT), "white")
     canvas, font, small = ImageDraw.Draw(image), ImageFont.load_default(size=20), ImageFont.load_default(size=15)
     depth = found.config.num_layers
-    canvas.text((20, 12), f"One denoise step of {depth} blocks, ms (blocks scaled)", fill="black", font=font)
+    canvas.text(
+        (20, 12), f"One denoise step of {depth} blocks, ms, blocks scaled (logarithmic)", fill="black", font=font
+    )
     for index, (name, panel) in enumerate(panels.items()):
         _panel(canvas, index * _PANEL, name, panel, small)
     drawn = BytesIO()
@@ -80,20 +82,20 @@ def draw(found: Found, path: Path) -> None:
 def _panel(canvas: Any, left: int, name: str, panel: dict[str, Line], font: Any) -> None:
     x0, x1, y0, y1 = left + _LEFT, left + _PANEL - _RIGHT, _HEIGHT - _BOTTOM, _TOP
     points = [point for line in panel.values() for point in line]
-    most = _round_up(max(value for _, value in points))
+    ticks = _ticks(min(value for _, value in points), max(value for _, value in points))
+    low, high = math.log(ticks[0]), math.log(ticks[-1])
     frames = max(frame for frame, _ in points)
 
     def place(frame: float, value: float) -> tuple[float, float]:
-        return x0 + (x1 - x0) * frame / frames, y0 - (y0 - y1) * value / most
+        return x0 + (x1 - x0) * frame / frames, y0 - (y0 - y1) * (math.log(value) - low) / (high - low)
 
     canvas.text((x0, y1 - 28), name, fill="black", font=font)
-    for part in range(5):
-        value = most * part / 4
-        y = place(0, value)[1]
+    for tick in ticks:
+        y = place(0, tick)[1]
         canvas.line((x0, y, x1, y), fill="#DDDDDD")
-        canvas.text((left + 12, y - 9), f"{value:g}", fill="black", font=font)
+        canvas.text((left + 12, y - 9), f"{tick:g}", fill="black", font=font)
     for frame in sorted({frame for frame, _ in points}):
-        x = place(frame, 0)[0]
+        x = place(frame, ticks[0])[0]
         canvas.line((x, y0, x, y0 + 6), fill="black")
         canvas.text((x - 12, y0 + 8), str(frame), fill="black", font=font)
     canvas.text((x0, y0 + 28), "frames", fill="black", font=font)
@@ -110,7 +112,10 @@ def _panel(canvas: Any, left: int, name: str, panel: dict[str, Line], font: Any)
         canvas.text((x + 22, y - 1), column, fill="black", font=font)
 
 
-def _round_up(value: float) -> float:
-    """The next of 1, 2, 4, 5, 8 times a power of ten: an axis that quarters fall on whole numbers of."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= value)
+def _ticks(least: float, most: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from the last below the least value to the first above the largest."""
+    first = math.floor(math.log10(least)) - 1
+    every = [step * 10.0**power for power in range(first, math.ceil(math.log10(most)) + 2) for step in (1, 2, 5)]
+    start = max(index for index, tick in enumerate(every) if tick < least)
+    end = min(index for index, tick in enumerate(every) if tick > most)
+    return every[start : end + 1]
