@@ -90,6 +90,7 @@ class MiniMaxH3DiTBlock(HostBlock):  # type: ignore[valid-type,misc]  # the host
             self.norm2.variance_epsilon,
             keep=reads_unquantized(self.mlp.fc1),
         )
+        del branch  # a row of BF16 each, while the MLP is at its widest
         branch = self.mlp(activation)
         following = self._following()
         if following is None:
@@ -152,6 +153,7 @@ def attend(
     qkv, _ = attn.qkv_proj(x)
     q, k, v = kernels.rotate(qkv, attn, rope_table)
     out = attn._run_packed_attention(q, k, v, packed_total=packed_total or total, **layout)
+    del qkv, q, k, v
     out = out.reshape(total, attn.num_heads * attn.head_dim)
     out, _ = attn.out_proj(kernels.fused.quantize(out, keep=reads_unquantized(attn.out_proj)))
     return out

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request needs on top of the weights, phase by phase. Imports no torch.
 
-Read from vLLM-Omni 0.30.0 ``minimax_h3/`` (eager; compiled blocks need no more). Letters: S rows of the packed
+Read from vLLM-Omni 0.30.0 ``minimax_h3/`` and from this plugin's blocks (eager). Letters: S rows of the packed
 sequence, h hidden, d heads x head width, f FFN width, L text rows, all BF16 (2 bytes) unless said otherwise. d and f
 are divided by the tensor-parallel size.
 
@@ -11,12 +11,21 @@ its input in FP8 and one FP32 scale a row. With pictures, the vision tower on 4 
 ``fc1`` and its activation, or q/k/v and rotated q/k; and the DeepStack features until the end.
 
 *Denoise.* Live through all blocks: the embedded rows (``decoder_input``) and the previous block's output
-(``hidden``), which the block's residual is at first. In the block at its widest, one of
+(``hidden``), which the block's residual is at first. In a quantized block (``host/fused_block.py``) at its widest, one of
+
+- attention: FP8 input h, fused qkv 3 d (q and k are rotated in place), output d, FP32 log-sum-exp;
+- MLP, at the activation: residual h, FP8 input h, ``fc1`` output 2 f, FP8 activation f;
+- MLP, at ``fc2``: residual h, FP8 activation f, output h;
+- at the end: residual, output and sum h each, FP8 input of the next block h;
+
+in a BF16 block, which the host computes, one of
 
 - attention, at ``out_proj``: 2 h held outside, normed input h, fused qkv 3 d (v is a view of it), q and k after norm
-  and RoPE 2 d, attention output d, FP32 log-sum-exp (4 bytes a head and row), the projection's FP8 input and output h;
+  and RoPE 2 d, attention output d, FP32 log-sum-exp (4 bytes a head and row), the projection's output h;
 - MLP, at ``SiluAndMul``: 2 h held outside, residual h, normed input h, ``fc1`` output 2 f, activation f;
-- MLP, at ``fc2``: as above with the FP8 copy of f and output h instead of 2 f;
+
+and in both
+
 - embedding, before the blocks: FP32 patch projection (4 bytes) and its BF16 copy over h, and the rows themselves;
 - heads, after the blocks: h twice, normed h, its FP32 copy (4 bytes), FP32 logits.
 
@@ -45,7 +54,7 @@ from vllm_h3_plugin.memory.table import TableSize
 from vllm_h3_plugin.memory.weights import ModelShapes
 from vllm_h3_plugin.quantization.footprint import GIB
 
-_BF16, _FP16, _FP32, _FP64, _INT64 = 2, 2, 4, 8, 8
+_FP8, _BF16, _FP16, _FP32, _FP64, _INT64 = 1, 2, 2, 4, 8, 8
 _FP8_SCALE = 4  # FP32, one a row
 _RGB = 3
 _PATCHES_PER_TOKEN = 4  # the vision tower's spatial merge
@@ -172,19 +181,22 @@ def _vision_bytes(config: TextEncoderConfig, request: RequestSize) -> int:
 def _denoise(model: ModelShapes, request: RequestSize, quantized: bool, tp: int) -> Phase:
     dit, rows = model.dit, request.tokens
     hidden, inner, ffn = dit.hidden_size, dit.inner_size // tp, dit.ffn_hidden_size // tp
-    fp8 = 1 if quantized else 0
-    scale = _FP8_SCALE * fp8
     outside = 2 * hidden * _BF16
-    attention = (2 * hidden + 6 * inner) * _BF16 + dit.num_attention_heads // tp * _FP32 + inner * fp8 + scale
-    swiglu = (2 * hidden + 3 * ffn) * _BF16
-    fc2 = (3 * hidden + ffn) * _BF16 + ffn * fp8 + scale
+    lse = dit.num_attention_heads // tp * _FP32
+    if quantized:
+        attention = hidden * _FP8 + 4 * inner * _BF16 + lse + _FP8_SCALE
+        mlp = hidden * (_BF16 + _FP8) + 2 * ffn * _BF16 + ffn * _FP8 + 2 * _FP8_SCALE
+        end = 3 * hidden * _BF16 + hidden * _FP8 + _FP8_SCALE
+        block = max(attention, mlp, end)
+    else:
+        block = max((2 * hidden + 6 * inner) * _BF16 + lse, (2 * hidden + 3 * ffn) * _BF16)
     embedding = hidden * (_FP32 + _BF16 + _BF16) - outside  # nothing else is live yet
     heads = hidden * (_BF16 + _FP32) + (dit.video_row + dit.audio_latents_dim) * _FP32
     latent_row = request.video_rows * dit.video_row + request.audio_rows * dit.audio_latents_dim
     rope = 6 * dit.rope_inv_freq_len * _BF16
     device = {
         "rows held across blocks": rows * outside,
-        "widest place of a block": rows * max(attention, swiglu, fc2, embedding, heads),
+        "widest place of a block": rows * max(block, embedding, heads),
         "latent rows": 6 * latent_row * _FP32,
         "positions, indices, RoPE": rows * (3 * _FP64 + 4 * _INT64 + rope),
         "text states": request.text_rows * (model.text.hidden_size + 4 * hidden) * _BF16,

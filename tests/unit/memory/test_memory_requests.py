@@ -73,14 +73,26 @@ def test_the_widest_place_of_a_true_block_is_the_attention_projection() -> None:
     terms = phase(predict_peak(TRUE, request, quantized=False), "denoise").device
     assert terms["rows held across blocks"] == request.tokens * 2 * 5376 * 2
     assert terms["widest place of a block"] == request.tokens * ((2 * 5376 + 6 * 7168) * 2 + 56 * 4)
-    quantized = phase(predict_peak(TRUE, request), "denoise").device
-    assert quantized["widest place of a block"] - terms["widest place of a block"] == request.tokens * (7168 + 4)
+
+
+def test_the_widest_place_of_a_quantized_block_is_the_activation_of_its_mlp() -> None:
+    """Per row: residual h, FP8 input h, fc1's output 2 f, the activation f in FP8, and two scales."""
+    request = RequestSize(1344, 768, 124)
+    terms = phase(predict_peak(TRUE, request), "denoise").device
+    assert terms["widest place of a block"] == request.tokens * (3 * 5376 + 5 * 14336 + 2 * 4)
+
+
+def test_wide_heads_move_the_widest_place_to_the_attention() -> None:
+    wide = replace(TRUE, dit=replace(TRUE.dit, num_attention_heads=4 * 56))
+    request = RequestSize(768, 448, 124)
+    terms = phase(predict_peak(wide, request), "denoise").device
+    assert terms["widest place of a block"] == request.tokens * (5376 + 8 * 4 * 7168 + 4 * 56 * 4 + 4)
 
 
 def test_a_wide_ffn_moves_the_widest_place_to_the_mlp() -> None:
     wide = replace(TRUE, dit=replace(TRUE.dit, ffn_hidden_size=4 * 14336))
     request = RequestSize(768, 448, 124)
-    terms = phase(predict_peak(wide, request), "denoise").device
+    terms = phase(predict_peak(wide, request, quantized=False), "denoise").device
     assert terms["widest place of a block"] == request.tokens * (2 * 5376 + 3 * 4 * 14336) * 2
 
 
