@@ -120,6 +120,19 @@ def _step() -> str:
     return choose_kernels(device, choose_backend(None, system_facts(device))[0]).describe()
 
 
+def _attention() -> str:
+    from vllm_h3_plugin.host.standalone import platform_device
+
+    device = platform_device()
+    if device.type != "cuda":
+        return f"torch's on the {device.type}"
+    from vllm_h3_plugin.attention.device import device_capability, device_facts, find_flash
+    from vllm_h3_plugin.attention.preference import availability, explain
+
+    facts = device_facts(device, find_flash(device_capability(device)))
+    return explain(facts.capability, availability(facts.capability, facts.cudnn, facts.flash))
+
+
 def _ffmpeg() -> str:
     from vllm_h3_plugin.video.tools import find_ffmpeg
 
@@ -133,6 +146,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "platform": _platform,
     "kernels": _kernels,
     "step": _step,
+    "attention": _attention,
     "ffmpeg": _ffmpeg,
 }
 

@@ -121,7 +121,10 @@ def show(
         return
     console = stdout()
     console.print(f"{chosen.name}: {chosen.description}", markup=False)
-    console.print(f"{chosen.source}; goes with {_flag(chosen)}; AdaLN {chosen.adaln.value}\n", markup=False)
+    console.print(
+        f"{chosen.source}; goes with {_flag(chosen)}; AdaLN {chosen.adaln.value}; attention {chosen.attention.value}\n",
+        markup=False,
+    )
 
     def line(group: Iterable[Weight]) -> tuple[str, str]:
         total = total_of(group)
@@ -182,6 +185,7 @@ def _recipe_fields(recipe: Recipe) -> dict[str, Any]:
         "description": recipe.description,
         "method": recipe.method,
         "adaln": recipe.adaln.value,
+        "attention": recipe.attention.value,
         "source": recipe.source,
         "rules": [{"match": rule.match, "precision": rule.precision.value, "why": rule.why} for rule in recipe.rules],
     }

@@ -158,11 +158,13 @@ def test_list_names_every_recipe(h3):
         "bf16",
         "bf16-table",
         "fp8",
+        "fp8-attn-fp8",
+        "fp8-attn-int8",
         "fp8-tensor",
         "fp8-text-bf16",
     ]
     _, out, _ = h3("recipe", "list", "--json")
-    assert [recipe["method"] for recipe in json.loads(out)["recipes"]] == [None, None, "fp8", "fp8", "fp8"]
+    assert [recipe["method"] for recipe in json.loads(out)["recipes"]] == [None, None, *["fp8"] * 5]
 
 
 def test_the_verb_imports_no_torch():

@@ -25,7 +25,15 @@ def refusal(path_or_name) -> RecipeError:
 
 
 def test_packaged_recipes_are_these_and_named_after_their_files():
-    assert recipe_names() == ("bf16", "bf16-table", "fp8", "fp8-tensor", "fp8-text-bf16")
+    assert recipe_names() == (
+        "bf16",
+        "bf16-table",
+        "fp8",
+        "fp8-attn-fp8",
+        "fp8-attn-int8",
+        "fp8-tensor",
+        "fp8-text-bf16",
+    )
     assert all(load_recipe(name).name == name for name in recipe_names())
 
 
