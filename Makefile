@@ -49,7 +49,7 @@ setup:  ## Install the environment of HOST into .venv-HOST; costs nothing when n
 demo: setup  ## Make and verify two clips with a small synthetic checkpoint on this machine.
 	@$(IN_HOST)/vllm-h3 demo $(ARGS)
 
-test:  ## Lint, unit, contract and server tests on both hosts, then what could not run and why.
+test:  ## Lint, unit, contract and server tests of both hosts side by side; then what was slow, what could not run and why.
 	@"$(PYTHON)" -m tools.environment nvidia ascend
 	@$(IN_TEST)/python -m tools.testrun $(ARGS)
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers on the CPU reference platform, each started once a module and reused."""
+"""Real servers on the CPU reference platform, shared where a test does not need one of its own.
+
+None lives longer than it is of use: a server that waits for requests looks for them a thousand times a second, which
+takes a quarter of a core from whatever runs beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.server.forked import ForkedServer, start_import
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -20,6 +25,7 @@ from vllm_h3_plugin.serving.command import ServerCommand, server_command
 from vllm_h3_plugin.serving.profile import Profile, load_profile
 from vllm_h3_plugin.serving.server import Server, free_port
 
+FOLDER = Path(__file__).parent
 READY_S = 420
 """Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
 
@@ -47,7 +53,7 @@ class Running:
 
 
 class Servers:
-    """Starts servers and stops them when the module is done; several start side by side.
+    """Starts servers and stops them when its stack is closed; several start side by side.
 
     Each has a cache folder of its own unless one is named: a snapshot that another test left would decide what it does.
     """
@@ -78,7 +84,7 @@ class Servers:
         variables = {"H3_CACHE_DIR": str(cache or self._folder / f"cache{self._count}"), **environment}
         command = replace(command, environment={**command.environment, **variables})
         log = self._folder / f"server{self._count}.log"
-        server = Server(stock_command(command) if stock else command, log=log)
+        server = ForkedServer(stock_command(command) if stock else command, log=log)
         self._logs[server] = log
         # The host's `mp` server needs 20 s to end by itself; nothing here waits for its last words.
         self._stack.callback(server.stop, 3)
@@ -116,6 +122,12 @@ def wait_stock(server: Server) -> dict:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _host_imported() -> None:
+    """Before any test has changed a variable that the host might read once."""
+    start_import()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that tests run as a person would keep their files here, and not in the person's own cache folder."""
     with pytest.MonkeyPatch.context() as patch:
@@ -125,19 +137,36 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Starts servers; all are gone when the module is done."""
+    """Starts servers that several tests use; all are gone when the module is done."""
     with ExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("servers"), stack)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
+def own_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Starts servers of one test; all are gone when it is done."""
+    with ExitStack() as stack:
+        yield Servers(tmp_path_factory.mktemp("servers"), stack)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that share :func:`fp8` run one after another and last, so that it lives while they do and no longer."""
+    here = [position for position, item in enumerate(items) if item.path.parent == FOLDER]
+    shared = {items[position].path for position in here if "fp8" in getattr(items[position], "fixturenames", ())}
+    ordered = sorted((items[position] for position in here), key=lambda item: item.path in shared)
+    for position, item in zip(here, ordered, strict=True):
+        items[position] = item
+
+
+@pytest.fixture(scope="package")
 def fp8(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Iterator[Running]:
     """The default path, FP8 in one process: one server for every module that only asks it for clips."""
     with ExitStack() as stack:
         yield Servers(tmp_path_factory.mktemp("fp8"), stack).start(fl2va, recipe="fp8")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fp8_again(tmp_path_factory: pytest.TempPathFactory, fl2va: Path, fp8: Running) -> Iterator[Running]:
     """A second server of the same recipe and checkpoint on what :func:`fp8` left in its cache folder.
 

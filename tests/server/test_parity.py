@@ -25,17 +25,17 @@ def pair(servers: Servers, fl2va: Path) -> tuple[Running, Running]:
     return servers.ready(ours), servers.ready(theirs, stock=True)
 
 
-@pytest.fixture(scope="module")
-def reference_pair(servers: Servers, ref2va: Path) -> tuple[Running, Running]:
-    ours = servers.launch(servers.profile(ref2va, recipe="bf16-table"))
-    theirs = servers.launch(servers.profile(ref2va, recipe="bf16"), stock=True)
-    return servers.ready(ours), servers.ready(theirs, stock=True)
+@pytest.fixture
+def reference_pair(own_servers: Servers, ref2va: Path) -> tuple[Running, Running]:
+    ours = own_servers.launch(own_servers.profile(ref2va, recipe="bf16-table"))
+    theirs = own_servers.launch(own_servers.profile(ref2va, recipe="bf16"), stock=True)
+    return own_servers.ready(ours), own_servers.ready(theirs, stock=True)
 
 
-@pytest.fixture(scope="module")
-def resident(servers: Servers, fl2va: Path) -> Running:
+@pytest.fixture
+def resident(own_servers: Servers, fl2va: Path) -> Running:
     """AdaLN weights resident, as the host has them."""
-    return servers.start(fl2va, recipe="bf16")
+    return own_servers.start(fl2va, recipe="bf16")
 
 
 def _same(pair: tuple[Running, Running], asked: VideoRequest, folder: Path) -> None:
@@ -85,13 +85,13 @@ def test_the_seed_reaches_the_clip_so_that_equality_means_something(
 
 
 def test_masked_attention_of_the_host_differs_in_last_bits_only(
-    servers: Servers, pair: tuple[Running, Running], fl2va: Path, tmp_path: Path
+    own_servers: Servers, pair: tuple[Running, Running], fl2va: Path, tmp_path: Path
 ) -> None:
     """SDPA with a mask and without one round differently; BF16 and three steps carry that to the picture.
 
     Seen: 1.2 grey levels of 255 on average (random weights amplify). Another seed is the scale of a real difference.
     """
-    masked = servers.start(fl2va, recipe="bf16", attention="TORCH_SDPA")
+    masked = own_servers.start(fl2va, recipe="bf16", attention="TORCH_SDPA")
     assert masked.info["workers"][0]["attention"] == "MaskedSDPABackend"
     asked = request()
     ours = _luma(pair[0].make(asked, tmp_path / "free.mp4"))

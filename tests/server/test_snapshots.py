@@ -63,7 +63,7 @@ def test_the_next_start_loads_it_and_makes_the_same_clip(fp8: Running, fp8_again
 
 
 def test_a_snapshot_with_one_flipped_byte_is_named_passed_by_and_made_anew(
-    servers: Servers, fl2va: Path, fp8: Running, tmp_path: Path
+    own_servers: Servers, fl2va: Path, fp8: Running, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(fp8.cache, cache)
@@ -75,7 +75,7 @@ def test_a_snapshot_with_one_flipped_byte_is_named_passed_by_and_made_anew(
         byte = stream.read(1)[0]
         stream.seek(-1, os.SEEK_CUR)
         stream.write(bytes([byte ^ 1]))
-    damaged = servers.start(fl2va, recipe="fp8", cache=cache)
+    damaged = own_servers.start(fl2va, recipe="fp8", cache=cache)
     assert load_of(damaged)["origin"] == "checkpoint"
     said = next(line for line in damaged.log.splitlines() if "H3 snapshot is not used" in line)
     assert str(file) in said and re.search(r"tensor \S+@\S+ has BLAKE3", said)
