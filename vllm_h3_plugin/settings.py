@@ -65,8 +65,8 @@ class Settings(BaseModel):
     )
     cache_dir: Path = Field(
         default=Path("~/.cache/vllm-h3"),
-        description="Folder of this project's own files: quantized snapshots, AdaLN tables and which attention kernel was the "
-        "fastest. Nothing else is written there, and everything in it can be made again.",
+        description="Folder of this project's own files: quantized snapshots, AdaLN tables and which attention kernel "
+        "was the fastest. Nothing else is written there, and everything in it can be made again.",
     )
     snapshot: Literal["auto", "require", "off"] = Field(
         default="auto",

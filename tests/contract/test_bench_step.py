@@ -77,7 +77,42 @@ def test_every_column_was_measured_at_every_size(run: Any, bench: Any) -> None:
     for cell in run.found.cells:
         assert cell.blocks_ms and cell.blocks_ms > 0, cell.note
         assert (cell.forward_ms is None) == (cell.outside_ms is None) == (cell.column == bench.cells.FLOOR)
-    assert run.seen == [5, 10, 10]
+    assert run.seen == [5, 10]
+
+
+def test_a_time_is_that_of_a_device_that_has_been_at_it_for_a_while(bench: Any, monkeypatch: Any) -> None:
+    from vllm_h3_plugin.host import bench_clock
+
+    times = iter([90.0, 100.0, 110.0, 120.0, 130.0])
+    monkeypatch.setattr(bench_clock, "wall_ms", lambda work, device: next(times))
+    assert bench_clock.settled_ms(lambda: None, torch.device("cuda"), least_ms=400.0) == 115.0
+    times = iter([500.0, 450.0])
+    assert bench_clock.settled_ms(lambda: None, torch.device("cuda"), least_ms=400.0) == 450.0
+
+
+def test_a_device_that_is_lost_ends_the_run_and_keeps_what_was_measured(run: Any, bench: Any, monkeypatch: Any) -> None:
+    subject, seen = run.bench, []
+    before = subject.found
+    subject.found = type(before)(before.config)
+    prepare = type(subject)._part
+
+    def part(self: Any, cell: Any, size: Any) -> Any:
+        if cell.column == bench.cells.STOCK_FP8:
+            self.found.lost = "AcceleratorError: an illegal memory access was encountered"
+            raise RuntimeError(self.found.lost)
+        return prepare(self, cell, size)
+
+    monkeypatch.setattr(type(subject), "_part", part)
+    monkeypatch.setattr(type(subject), "_build", lambda self: None)
+    monkeypatch.setattr(subject, "_ends", lambda found: seen.append(len(found.cells)))
+    try:
+        found = subject.run()
+    finally:
+        subject.found = before
+    notes = {cell.column: cell.note for cell in found.cells}
+    assert "illegal memory access" in notes[bench.cells.STOCK_FP8]
+    assert notes[bench.cells.STOCK_BF16].startswith("not tried: AcceleratorError")
+    assert seen == [5], "the second size is not begun"
 
 
 def test_both_models_compute_the_same_step(run: Any, bench: Any) -> None:

@@ -36,6 +36,20 @@ def wall_ms(work: Work, device: torch.device) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def settled_ms(work: Work, device: torch.device, least_ms: float = 400.0) -> float:
+    """Milliseconds of a call once the device has been at the same work for a while: its clock follows the load.
+
+    Calls are timed one by one until they have taken ``least_ms`` together, at least two; the median of their second
+    half counts. Off CUDA it is one call.
+    """
+    if device.type != "cuda":
+        return wall_ms(work, device)
+    times: list[float] = []
+    while len(times) < 2 or sum(times) < least_ms:
+        times.append(wall_ms(work, device))
+    return median(times[len(times) // 2 :])
+
+
 def device_ms(works: Sequence[Work], device: torch.device, count: int) -> float:
     """Milliseconds of one of ``count`` calls, back to back, ``works`` in turn; on CUDA between two events.
 

@@ -17,7 +17,7 @@ import torch
 
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host import bench_floor, bench_step_lowbit
-from vllm_h3_plugin.host.bench_clock import in_turns, reason_of, wall_ms
+from vllm_h3_plugin.host.bench_clock import in_turns, reason_of, settled_ms, wall_ms
 from vllm_h3_plugin.host.bench_step_cells import (
     FLOOR,
     LONG_CLIP,
@@ -42,6 +42,8 @@ from vllm_h3_plugin.host.bench_step_models import (
 )
 from vllm_h3_plugin.host.bench_step_profile import busy_ms
 from vllm_h3_plugin.memory.requests import RequestSize
+
+_PREPARED = (FLOOR, PLUGIN, STOCK_FP8, STOCK_BF16, STOCK_SDPA, LOW_BIT)
 
 
 @dataclass
@@ -86,11 +88,18 @@ class Bench:
             for size in self.options.sizes:
                 self._starts(f"{size.width}x{size.height}, {size.frames} frames: {size.tokens} tokens")
                 self.found.cells += self._measure(size)
+                if size is self._low_bit_size() and not self.found.lost:
+                    self._measure_low_bit(size)
                 self._ends(self.found)
-            if LOW_BIT in self.options.columns and self.options.sizes:
-                self._measure_low_bit()
-                self._ends(self.found)
+                if self.found.lost:
+                    break
         return self.found
+
+    def _low_bit_size(self) -> RequestSize | None:
+        """Where attention in few bits is measured: the long clip, else the last one."""
+        if LOW_BIT not in self.options.columns or not self.options.sizes:
+            return None
+        return next((size for size in self.options.sizes if clip_of(size) == LONG_CLIP), self.options.sizes[-1])
 
     def _build(self) -> None:
         wanted, config = set(self.options.columns), self._weights.config
@@ -122,29 +131,33 @@ class Bench:
             model.set_depth(layers)
         cells: dict[str, Cell] = {}
         parts: dict[str, Part] = {}
-        for column in self.options.columns:
+        # The stock host last: where it fails for good, the plugin and the floor have been seen to run.
+        for column in sorted(self.options.columns, key=_PREPARED.index):
             if column == LOW_BIT:
                 continue
             cells[column] = Cell(size, layers, column)
+            if self.found.lost:
+                cells[column] = replace(cells[column], note=f"not tried: {self.found.lost}")
+                continue
             try:
                 parts[column] = self._part(cells[column], size)
             except Exception as exc:  # noqa: BLE001 - as above
                 cells[column] = replace(cells[column], note=reason_of(exc))
                 self._release()
         measures = {
-            (column, name): partial(_inside, part.around, measure)
+            (column, name): partial(_inside, part.around, part.measures[name])
+            for name in ("blocks_ms", "forward_ms", "outside_ms")
             for column, part in parts.items()
-            for name, measure in part.measures.items()
+            if name in part.measures and not self.found.lost
         }
         times, failed = in_turns(measures, self.options.rounds_at(size))
         for column, part in parts.items():
             cells[column] = self._finish(part, column, times, failed)
         del parts, measures
         self._release()
-        return list(cells.values())
+        return [cells[column] for column in self.options.columns if column in cells]
 
-    def _measure_low_bit(self) -> None:
-        size = next((size for size in self.options.sizes if clip_of(size) == LONG_CLIP), self.options.sizes[-1])
+    def _measure_low_bit(self, size: RequestSize) -> None:
         self._starts(f"attention in few bits at {size.tokens} tokens")
         try:
             if PLUGIN in self.failed:
@@ -173,12 +186,12 @@ class Bench:
             notes = "attention SDPA with a mask, as where the host finds no other kernel"
         request = Request(model, size, self.device)
         works = {"forward_ms": request.forward, "blocks_ms": request.blocks, "outside_ms": request.outside}
-        measures = {name: partial(wall_ms, work, self.device) for name, work in works.items()}
+        measures = {name: partial(settled_ms, work, self.device) for name, work in works.items()}
         with around():
-            first = measures["forward_ms"]()
-            later, peak = self._peak(measures["forward_ms"])
-            measures["blocks_ms"]()
-            measures["outside_ms"]()
+            first = wall_ms(request.forward, self.device)
+            later, peak = self._peak(partial(wall_ms, request.forward, self.device))
+            for work in (request.blocks, request.outside):
+                wall_ms(work, self.device)
         flops = cell.layers * bench_floor.block_flops(self.options.config, request.tokens, request.used)
         compile_s = max(0.0, first - later) / 1e3 if model.compiled else None
         cell = replace(cell, flops=flops, activation_bytes=peak, compile_s=compile_s, note=notes)
@@ -191,7 +204,7 @@ class Bench:
         floor = bench_floor.floor(self._floor, cell.layers, size.tokens, keys)
         how = "one CUDA graph" if floor.graph else "no graph: this is the CPU"
         cell = replace(cell, flops=floor.flops, note=f"attention {floor.attention}, {how}")
-        return Part({"blocks_ms": partial(wall_ms, floor.replay, self.device)}, floor.replay, nullcontext, cell)
+        return Part({"blocks_ms": partial(settled_ms, floor.replay, self.device)}, floor.replay, nullcontext, cell)
 
     def _finish(
         self,
@@ -205,7 +218,7 @@ class Bench:
             cell.note,
             *(f"{name} failed: {failed[column, name]}" for name in part.measures if (column, name) in failed),
         ]
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not self.found.lost:
             try:
                 with part.around():
                     cell = replace(cell, busy_ms=busy_ms(part.step))
@@ -224,8 +237,12 @@ class Bench:
 
     def _release(self) -> None:
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type == "cuda" and not self.found.lost:
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError as exc:
+                # After an illegal access nothing runs on the device any more in this process.
+                self.found.lost = reason_of(exc)
 
 
 def _inside(around: Callable[[], AbstractContextManager[object]], measure: Callable[[], float]) -> float:

@@ -42,7 +42,7 @@ class Options:
         sizes: in the order of measuring.
         layers: blocks at each size; None: :func:`default_layers`.
         columns: of :data:`COLUMNS`.
-        rounds: turns that everything takes; at long sizes half as many, and at least 3 if it is more.
+        rounds: turns that everything takes; at most 2 at sizes beyond the long clip.
         low_bit: precision of the column of that name.
         eager: do not compile the stock host's blocks, as its ``--enforce-eager``.
     """
@@ -61,7 +61,7 @@ class Options:
 
     def rounds_at(self, size: RequestSize) -> int:
         """Turns at a size."""
-        return self.rounds if size.tokens <= LONG_TOKENS else min(self.rounds, max(3, self.rounds // 2))
+        return self.rounds if size.tokens <= LONG_TOKENS else min(self.rounds, 2)
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Found:
     Attributes:
         config: of the model, whole.
         low_bit: None: not measured, and ``low_bit_reason`` says why.
+        lost: why nothing runs on the device any more; empty while it does.
         dram: bytes a block outside of matrix multiplications and attention, by column; else ``dram_reason``.
     """
 
@@ -130,6 +131,7 @@ class Found:
     cells: list[Cell] = field(default_factory=list)
     low_bit: LowBit | None = None
     low_bit_reason: str = "not measured (yet)"
+    lost: str = ""
     dram: dict[str, float] = field(default_factory=dict)
     dram_reason: str = "not asked for: --dram"
 
