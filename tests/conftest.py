@@ -25,6 +25,8 @@ from vllm_h3_plugin.pins import HostPin, installed_host
 from vllm_h3_plugin.serving.command import HOST_ENVIRONMENT
 
 TESTS = Path(__file__).resolve().parent
+ENVIRONMENT = pytest.StashKey[dict[str, str]]()
+"""The variables that this run began with. The host sets some when it is imported, and so do verbs run in-process."""
 
 # Folder -> marks of every test in it. Tests elsewhere carry their own marks.
 FOLDER_MARKS = {
@@ -53,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--accelerator") is None:
         # Before any test module imports vLLM, which discovers its platform once.
         os.environ["H3_REFERENCE"] = "1"
+    config.stash[ENVIRONMENT] = dict(os.environ)
     report = config.getoption("--report")
     if report:
         config.pluginmanager.register(Report(report, config), "h3-report")

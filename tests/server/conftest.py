@@ -8,7 +8,7 @@ takes a quarter of a core from whatever runs beside it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import ENVIRONMENT
 from tests.server.forked import ForkedServer, start_import
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
@@ -121,14 +122,26 @@ def wait_stock(server: Server) -> dict:
     return {}
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _host_imported() -> None:
-    """Before any test has changed a variable that the host might read once."""
+@pytest.fixture(scope="package", autouse=True)
+def _environment(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Servers start in the environment of a fresh run, whatever earlier tests have left in this process."""
+    earlier = dict(os.environ)
+    _set_environment(pytestconfig.stash[ENVIRONMENT])
     start_import()
+    yield
+    _set_environment(earlier)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _set_environment(wanted: Mapping[str, str]) -> None:
+    """Let these be all variables, but for the ones that pytest keeps for itself."""
+    for name in set(os.environ) - set(wanted):
+        if not name.startswith("PYTEST_"):
+            del os.environ[name]
+    os.environ.update({name: value for name, value in wanted.items() if not name.startswith("PYTEST_")})
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _own_cache(_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that tests run as a person would keep their files here, and not in the person's own cache folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("H3_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
