@@ -12,7 +12,7 @@ import torch
 
 from vllm_h3_plugin.attention.device import cuda_chooser, cuda_low_bit, device_capability, device_facts, find_flash
 from vllm_h3_plugin.attention.exact import AttentionShape, Kernel, exact_kernels, valid_prefix
-from vllm_h3_plugin.attention.low_bit import key_mean, quantize_heads
+from vllm_h3_plugin.attention.low_bit import means, quantize_heads
 from vllm_h3_plugin.attention.preference import NAMES
 from vllm_h3_plugin.errors import BackendError
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
@@ -201,7 +201,7 @@ def test_the_quantizing_kernels_are_the_reference_to_the_bit(factor: float, rows
 
     q, k, v = qkv(rows, factor=factor)
     k, v = valid_prefix(k, v, valid)
-    mean = key_mean(k)
+    mean = means(k, v)
     want, got = quantize_heads(q, k, v, mean), low_bit_triton.quantize_heads(q, k, v, mean)
     for name, x, y in zip(want._fields, want, got, strict=True):
         assert torch.equal(x.float(), y.float()), name
@@ -212,7 +212,7 @@ def test_the_quantizing_kernels_keep_nan_and_infinities() -> None:
 
     q, k, v = (x.clone() for x in qkv(130))
     q[0, 3, 1, 5], v[0, 7, 2, 3] = float("nan"), float("inf")
-    mean = key_mean(k)
+    mean = means(k, v)
     want, got = quantize_heads(q, k, v, mean), low_bit_triton.quantize_heads(q, k, v, mean)
     for name, x, y in zip(want._fields, want, got, strict=True):
         assert torch.equal(x.float().isnan(), y.float().isnan()), name

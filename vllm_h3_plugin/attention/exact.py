@@ -85,11 +85,21 @@ class Kernel:
         return self.available
 
 
+_INT32_MAX = 2**31 - 1
+
+
+def within_int32(x: torch.Tensor) -> torch.Tensor:
+    """``[1, rows, heads, head_dim]`` dense where strides would take 32-bit offsets past their end: views of a fused QKV
+    do at 100 000 rows of 3 * 7168."""
+    return x if x.shape[1] * x.stride(1) <= _INT32_MAX else x.contiguous()
+
+
 def pinned_sdpa(name: str) -> Run:
     """torch's attention held to one kernel. A list of several would fall through to math without a word."""
     backend = _SDPA[name]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        q, k, v = within_int32(q), within_int32(k), within_int32(v)
         with sdpa_kernel([backend]):
             return scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vllm_h3_plugin.attention.exact import Run
+from vllm_h3_plugin.attention.exact import Run, within_int32
 from vllm_h3_plugin.errors import BackendError, UsageError
 from vllm_h3_plugin.quantization.contract import Support
 from vllm_h3_plugin.quantization.fp8 import E4M3, E4M3_MAX
@@ -38,8 +38,6 @@ MEAN_ROWS = 1024
 
 SCALE_FLOOR = 2.0**-100
 """Smallest scale, so that a head of zeros divides by something."""
-
-_INT32_MAX = 2**31 - 1
 
 
 class Fp8Inputs(NamedTuple):
@@ -65,9 +63,20 @@ class QuantizeHeads(Protocol):
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mean: torch.Tensor) -> Fp8Inputs: ...
 
 
-def key_mean(k: torch.Tensor) -> torch.Tensor:
-    """Mean key of each head over evenly spread rows: ``[1, Sk, heads, head_dim]`` -> ``[heads, head_dim]`` FP32."""
-    return k[0, :: max(1, k.shape[1] // MEAN_ROWS)].mean(0, dtype=torch.float32)
+def means(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Mean key and mean value of each head over evenly spread rows.
+
+    What is subtracted from every key changes no softmax, and what is subtracted from every value is added to the result
+    again, so neither has to be exact.
+
+    Args:
+        k, v: ``[1, Sk, heads, head_dim]``.
+
+    Returns:
+        ``[2, heads, head_dim]`` FP32.
+    """
+    step = max(1, k.shape[1] // MEAN_ROWS)
+    return torch.stack([x[0, ::step].mean(0, dtype=torch.float32) for x in (k, v)])
 
 
 def quantize_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mean: torch.Tensor) -> Fp8Inputs:
@@ -79,14 +88,16 @@ def quantize_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mean: torc
     Args:
         q: ``[1, Sq, heads, head_dim]`` BF16, any strides with a last one of 1.
         k, v: ``[1, Sk, heads, head_dim]`` likewise.
-        mean: ``[heads, head_dim]`` FP32, subtracted from every key.
+        mean: ``[2, heads, head_dim]`` FP32, subtracted from every key and every value: :func:`means`.
 
     Returns:
         Infinities and NaN come out as NaN in their head, never as a large number.
     """
     tensors, scales = [], []
-    for x in (q.float(), k.float() - mean, v.float()):
-        scale = (x.abs().amax(dim=(0, 1, 3)) / E4M3_MAX).clamp(min=SCALE_FLOOR)
+    # A tensor as divisor: on CUDA torch turns division by a Python float into a multiplication by its reciprocal.
+    largest = torch.tensor(E4M3_MAX, device=q.device)
+    for x in (q.float(), k.float() - mean[0], v.float() - mean[1]):
+        scale = (x.abs().amax(dim=(0, 1, 3)) / largest).clamp(min=SCALE_FLOOR)
         tensors.append((x / scale[:, None]).to(E4M3))
         scales.append(scale[None])
     return Fp8Inputs(tensors[0], tensors[1], tensors[2], scales[0], scales[1], scales[2])
@@ -95,13 +106,18 @@ def quantize_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mean: torc
 def fp8_attention(function: Callable[..., Any], quantize: QuantizeHeads) -> Run:
     """FA3 in FP8 as a :data:`~vllm_h3_plugin.attention.exact.Run`; output in BF16.
 
+    Values are smoothed as keys are. Hopper's FP8 tensor cores cut the sums of their products short; over tens of
+    thousands of keys with values of one sign that bias grew to 30 % of the result (measured on an H200 at 37 824 rows),
+    where values around zero cost 5 %.
+
     Args:
         function: ``flash_attn_func`` of FA3.
         quantize: :func:`quantize_heads` or the Triton kernel that does the same.
     """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        x = quantize(q, k, v, key_mean(k))
+        mean = means(k, v)
+        x = quantize(q, k, v, mean)
         out = function(
             x.q,
             x.k,
@@ -112,7 +128,8 @@ def fp8_attention(function: Callable[..., Any], quantize: QuantizeHeads) -> Run:
             k_descale=x.k_scale,
             v_descale=x.v_scale,
         )
-        return out[0] if isinstance(out, tuple) else out
+        out = out[0] if isinstance(out, tuple) else out
+        return out.add_(mean[1])
 
     return run
 
@@ -126,7 +143,7 @@ def int8_attention(function: Callable[..., Any], *, changes_keys: bool) -> Run:
     """
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        q, k, v = (_within_int32(x) for x in (q, k, v))
+        q, k, v = (within_int32(x) for x in (q, k, v))
         if changes_keys:
             k = k.clone()
         return function(q, k, v, tensor_layout="NHD", is_causal=False, sm_scale=scale)
@@ -134,20 +151,16 @@ def int8_attention(function: Callable[..., Any], *, changes_keys: bool) -> Run:
     return run
 
 
-def _within_int32(x: torch.Tensor) -> torch.Tensor:
-    """Dense, where strides would take the package's 32-bit offsets past their end: views of a fused QKV do at 100 000
-    rows of 3 * 7168."""
-    return x if x.shape[1] * x.stride(1) <= _INT32_MAX else x.contiguous()
-
-
 def reference_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """What :func:`fp8_attention` computes, from the same FP8 numbers, in plain FP32: for tests and small sizes."""
-    x = quantize_heads(q, k, v, key_mean(k))
+    mean = means(k, v)
+    x = quantize_heads(q, k, v, mean)
     wide = ((t[0].float() * s[0, :, None]).transpose(0, 1) for t, s in ((x.q, x.q_scale), (x.k, x.k_scale)))
     queries, keys = wide
     values = (x.v[0].float() * x.v_scale[0, :, None]).transpose(0, 1)
     scores = (queries @ keys.transpose(1, 2)) * scale
-    return (scores.softmax(-1) @ values).transpose(0, 1)[None].to(q.dtype)
+    out = (scores.softmax(-1) @ values).transpose(0, 1)[None].to(q.dtype)
+    return out.add_(mean[1])
 
 
 def fp8_support(capability: int | None, flash: str | None) -> Support:

@@ -25,7 +25,7 @@ _FLOOR = tl.constexpr(SCALE_FLOOR)
 def _load_rows(
     q_ptr, k_ptr, v_ptr, mean_ptr, which, head, row, q_rows, k_rows, q_stride, k_stride, v_stride, DIM: tl.constexpr
 ):
-    # ``which``: 0 queries, 1 keys (smoothed), 2 values. Returns FP32 rows, zeros outside.
+    # ``which``: 0 queries, 1 keys, 2 values, the last two smoothed. Returns FP32 rows, zeros outside.
     x_ptr = q_ptr
     rows = q_rows
     stride = q_stride
@@ -42,7 +42,9 @@ def _load_rows(
     # 64 bits: 100 000 rows of a fused QKV are more than 2^31 elements.
     offset = row.to(tl.int64)[:, None] * stride + head * DIM + column[None, :]
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.load(mean_ptr + head * DIM + column, mask=(column < DIM) & (which == 1), other=0.0)
+    heads = tl.num_programs(0)
+    row_of_mean = tl.where(which == 2, heads, 0) + head
+    mean = tl.load(mean_ptr + row_of_mean * DIM + column, mask=(column < DIM) & (which > 0), other=0.0)
     return tl.where(inside, x - mean[None, :], 0.0), inside
 
 

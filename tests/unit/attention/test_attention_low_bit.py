@@ -20,7 +20,7 @@ from vllm_h3_plugin.attention.low_bit import (
     fp8_attention,
     fp8_support,
     int8_attention,
-    key_mean,
+    means,
     quantize_heads,
     reference_attention,
     refuse,
@@ -46,26 +46,38 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def test_subtracting_one_vector_from_all_keys_changes_no_attention():
     q, k, v = (x.float() for x in qkv())
-    shifted = k - key_mean(k)
+    shifted = k - means(k, v)[0]
     assert torch.allclose(
         reference_rows(q, shifted, v, SCALE, 200), reference_rows(q, k, v, SCALE, 200), rtol=1e-4, atol=1e-5
     )
 
 
-def test_the_mean_of_the_keys_is_taken_over_rows_of_all_the_sequence():
+def test_means_are_taken_over_rows_of_all_the_sequence():
     k = torch.zeros(1, 5000, 1, 128)
     k[:, 2500:] = 1.0
-    assert key_mean(k).shape == (1, 128) and (key_mean(k) - 0.5).abs().max() < 0.01
-    assert torch.equal(key_mean(k[:, 4999:]), torch.ones(1, 128)), "one row is its own mean"
+    found = means(k, 3 * k)
+    assert found.shape == (2, 1, 128) and (found - torch.tensor([0.5, 1.5])[:, None, None]).abs().max() < 0.03
+    last = k[:, 4999:]
+    assert torch.equal(means(last, last), torch.ones(2, 1, 128)), "one row is its own mean"
+
+
+def test_what_is_taken_from_the_values_is_in_the_result_again():
+    q, k, v = qkv()
+    shifted = (v.float() + 2.0).bfloat16()
+    exact = reference_rows(q, k, shifted, SCALE, 200)
+    got = reference_attention(q, k, shifted, SCALE)[0, :, 0].float()
+    # Of the part that differs between tokens, not of the constant 2.
+    assert (got - exact).norm() / (exact - 2.0).norm() < 0.15
+    assert (quantize_heads(q, k, shifted, means(k, shifted)).v_scale < 0.012).all(), "values around zero"
 
 
 def test_scales_are_per_head_and_elements_come_back():
     q, k, v = qkv()
     q = q * torch.tensor([1.0, 1000.0])[:, None]
-    x = quantize_heads(q, k, v, key_mean(k))
+    x = quantize_heads(q, k, v, means(k, v))
     assert [t.dtype for t in x[:3]] == [torch.float8_e4m3fn] * 3 and x.q_scale.shape == (1, 2)
     assert x.q_scale[0, 1] / x.q_scale[0, 0] > 500
-    for element, scale, want in ((x.q, x.q_scale, q), (x.k, x.k_scale, k - key_mean(k)), (x.v, x.v_scale, v)):
+    for element, scale, want in zip(x[:3], x[3:], (q, k - means(k, v)[0], v - means(k, v)[1]), strict=True):
         assert relative(element.float() * scale[0, :, None], want.float()) < 0.04  # E4M3 rounds to 1 in 16
 
 
@@ -73,7 +85,7 @@ def test_smoothed_keys_keep_keys_that_lie_far_off_centre_apart():
     q, k, v = qkv(offset=30.0)
     exact = reference_rows(q, k, v, SCALE, 200)
     smoothed = relative(reference_attention(q, k, v, SCALE)[0, :, 0], exact)
-    x = quantize_heads(q, k, v, torch.zeros(2, 128))
+    x = quantize_heads(q, k, v, torch.zeros(2, 2, 128))
     keys, queries = x.k[0, :, 0].float() * x.k_scale[0, 0], x.q[0, :, 0].float() * x.q_scale[0, 0]
     values = x.v[0, :, 0].float() * x.v_scale[0, 0]
     as_they_are = relative(((queries @ keys.T) * SCALE).softmax(-1) @ values, exact)
@@ -82,7 +94,7 @@ def test_smoothed_keys_keep_keys_that_lie_far_off_centre_apart():
 
 def test_a_head_of_zeros_has_a_scale_and_stays_zero():
     q, k, _ = qkv()
-    x = quantize_heads(q, k, torch.zeros_like(k), key_mean(k))
+    x = quantize_heads(q, k, torch.zeros_like(k), means(k, torch.zeros_like(k)))
     assert (x.v_scale == SCALE_FLOOR).all() and (x.v.float() == 0).all()
     assert (reference_attention(q, k, torch.zeros_like(k), SCALE) == 0).all()
 
@@ -125,9 +137,9 @@ def test_sageattention_gets_rows_before_heads_and_never_the_callers_keys_to_chan
 
 
 def test_views_that_32_bit_offsets_cannot_reach_are_copied(monkeypatch):
-    from vllm_h3_plugin.attention import low_bit
+    from vllm_h3_plugin.attention import exact
 
-    monkeypatch.setattr(low_bit, "_INT32_MAX", 200 * 3 * 2 * 128 - 1)
+    monkeypatch.setattr(exact, "_INT32_MAX", 200 * 3 * 2 * 128 - 1)
     q, k, v = qkv()
     fused = torch.stack([q, k, v], 2).flatten(2, 3)
     view = fused[:, :, 2:4]
@@ -177,14 +189,14 @@ def test_triton_kernels_quantize_as_the_reference_does(tmp_path):
     a mantissa reaches the next power of two; the compiled kernel is held to all bits by the GPU tests."""
     code = """
 import torch
-from vllm_h3_plugin.attention.low_bit import key_mean, quantize_heads as reference
+from vllm_h3_plugin.attention.low_bit import means, quantize_heads as reference
 from vllm_h3_plugin.attention.low_bit_triton import quantize_heads
 torch.manual_seed(0)
 fused = torch.randn(1, 130, 3 * 2 * 128).bfloat16()
 q, k, v = (x.view(1, 130, 2, 128) for x in fused.split(256, -1))
 k, v = k[:, :101], v[:, :101] * 100
 for _ in range(2):
-    mean = key_mean(k)
+    mean = means(k, v)
     want, got = reference(q, k, v, mean), quantize_heads(q, k, v, mean)
     for name, x, y in zip(want._fields, want, got):
         assert x.shape == y.shape and x.dtype == y.dtype and y.is_contiguous(), name
