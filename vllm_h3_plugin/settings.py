@@ -11,9 +11,9 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from vllm_h3_plugin.errors import SettingsError
 
@@ -38,6 +38,11 @@ def reference_requested(environ: Mapping[str, str] | None = None) -> bool:
     raise SettingsError(
         f"H3_REFERENCE={raw!r}", why="it is a switch", fix="Set it to 1 for the CPU reference platform, or unset it."
     )
+
+
+def _split(value: object) -> object:
+    """``4,8`` as a list."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 class Settings(BaseModel):
@@ -85,6 +90,11 @@ class Settings(BaseModel):
         default=1.5,
         gt=0,
         description="GiB of AdaLN tables kept on the device. The table in use is kept even if it is larger.",
+    )
+    prepare_steps: Annotated[tuple[Annotated[int, Field(ge=1, le=200)], ...], BeforeValidator(_split)] = Field(
+        default=(),
+        description="Numbers of steps, comma-separated (`4,8`), whose AdaLN tables are made ready at the start beside "
+        "the default schedule's. Without, the first request of a schedule waits for its table, once.",
     )
     adaln_disk_gib: float = Field(
         default=20.0,

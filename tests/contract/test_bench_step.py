@@ -180,27 +180,36 @@ def test_a_column_that_cannot_be_built_is_a_row_that_says_so(bench: Any, monkeyp
     found = bench.step.Bench(options, bench.device).run()
     plugin, floor = found.cells
     assert plugin.blocks_ms is None and plugin.note == "RuntimeError: planted"
-    assert floor.blocks_ms
+    assert floor.blocks_ms is None and floor.note == "the floor has no operands: RuntimeError: planted"
     assert found.low_bit is None and found.low_bit_reason == "RuntimeError: planted"
-    assert bench.report.failures(found) == {"plugin, 64x64, 5 frames": "RuntimeError: planted"}
+    assert bench.report.failures(found).keys() == {"plugin, 64x64, 5 frames", "floor, 64x64, 5 frames"}
 
 
 def test_the_floor_multiplies_every_layer_of_every_block(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_dit(hidden=64, heads=2, head_dim=16, ffn=96)
-    weights = bench.floor.FloorWeights(config, 3, bench.device)
-    floor = bench.floor.floor(weights, 2, rows=64, keys=50)
-    seen: list[tuple[int, ...]] = []
-    matmul = type(weights.backend).matmul
+    config = tiny_dit(layers=2, hidden=64, heads=2, head_dim=16, ffn=96)
+    model = bench.models.build_plugin(bench.models.RandomWeights(config, bench.device))
+    with torch.inference_mode():
+        request = bench.models.Request(model, SMALL, bench.device)
+        want = request.blocks()
+        kept = bench.floor.operands(list(model.dit.blocks), request.blocks)
+        assert torch.equal(request.blocks(), want), "no hook is left"
+        backend = model.dit.blocks[0].mlp.fc1.quant_method.backend
+        flops = 2 * bench.floor.block_flops(config, request.tokens, request.used)
+        floor = bench.floor.floor(kept, backend, flops)
+        seen: list[tuple[int, ...]] = []
+        matmul = type(backend).matmul
 
-    def spy(self: Any, x: Any, packed: Any, bias: Any) -> torch.Tensor:
-        seen.append((*x.shape, packed.weight.shape[1]))
-        return matmul(self, x, packed, bias)
+        def spy(self: Any, x: Any, packed: Any, bias: Any) -> torch.Tensor:
+            seen.append((*x.shape, packed.weight.shape[1]))
+            return matmul(self, x, packed, bias)
 
-    monkeypatch.setattr(type(weights.backend), "matmul", spy)
-    floor.replay()
-    assert seen == [(64, 64, 96), (64, 32, 64), (64, 64, 192), (64, 96, 64)] * 2
+        monkeypatch.setattr(type(backend), "matmul", spy)
+        floor.replay()
+    rows = request.tokens
+    assert seen == [(rows, 64, 96), (rows, 32, 64), (rows, 64, 192), (rows, 96, 64)] * 2
     products = 2 * sum(m * k * n for m, k, n in seen)
-    assert floor.flops == products + 2 * 4 * 64 * 50 * 32
+    assert floor.flops == products + 2 * 4 * rows * request.used * 32
+    assert [part.shape[1] for part in kept[0].attention] == [rows, request.used, request.used]
 
 
 def test_flops_are_those_of_the_formula(bench: Any) -> None:

@@ -76,7 +76,6 @@ class Bench:
         deepest = max((options.depth(size) for size in options.sizes), default=1)
         self._weights = RandomWeights(replace(options.config, num_layers=deepest), device)
         self.models: dict[str, Model] = {}
-        self._floor: bench_floor.FloorWeights | None = None
         self.failed: dict[str, str] = {}
         self.found = Found(options.config)
 
@@ -102,12 +101,13 @@ class Bench:
         return next((size for size in self.options.sizes if clip_of(size) == LONG_CLIP), self.options.sizes[-1])
 
     def _build(self) -> None:
-        wanted, config = set(self.options.columns), self._weights.config
+        wanted = set(self.options.columns)
         stock = partial(build_stock, self._weights, eager=self.options.eager)
         builders: dict[str, tuple[bool, Callable[[], Model]]] = {
             STOCK_BF16: (STOCK_BF16 in wanted, partial(stock, fp8=False)),
             STOCK_FP8: (bool({STOCK_FP8, STOCK_SDPA} & wanted), partial(stock, fp8=True)),
-            PLUGIN: (bool({PLUGIN, LOW_BIT} & wanted), partial(build_plugin, self._weights)),
+            # The floor runs on the plugin's operands.
+            PLUGIN: (bool({PLUGIN, LOW_BIT, FLOOR} & wanted), partial(build_plugin, self._weights)),
         }
         for name, (needed, build) in builders.items():
             if needed:
@@ -117,13 +117,6 @@ class Bench:
                 except Exception as exc:  # noqa: BLE001 - the host may raise anything; the others still say something
                     self.failed[name] = reason_of(exc)
                 self._release()
-        if FLOOR in wanted:
-            self._starts("building floor")
-            try:
-                self._floor = bench_floor.FloorWeights(config, config.num_layers, self.device)
-            except H3Error as exc:
-                self.failed[FLOOR] = reason_of(exc)
-            self._release()
 
     def _measure(self, size: RequestSize) -> list[Cell]:
         layers = self.options.depth(size)
@@ -198,10 +191,14 @@ class Bench:
         return Part(measures, request.forward, around, cell)
 
     def _floor_part(self, cell: Cell, size: RequestSize) -> Part:
-        if self._floor is None:
-            raise H3Error(self.failed.get(FLOOR, "the floor was not built"))
-        keys = size.text_rows + size.video_rows + size.audio_rows
-        floor = bench_floor.floor(self._floor, cell.layers, size.tokens, keys)
+        if PLUGIN in self.failed:
+            raise H3Error("the floor has no operands", why=self.failed[PLUGIN])
+        model = self.models[PLUGIN]
+        request = Request(model, size, self.device)
+        blocks = list(model.dit.blocks)
+        kept = bench_floor.operands(blocks, request.blocks)
+        flops = cell.layers * bench_floor.block_flops(self.options.config, request.tokens, request.used)
+        floor = bench_floor.floor(kept, blocks[0].mlp.fc1.quant_method.backend, flops)
         how = "one CUDA graph" if floor.graph else "no graph: this is the CPU"
         cell = replace(cell, flops=floor.flops, note=f"attention {floor.attention}, {how}")
         return Part({"blocks_ms": partial(settled_ms, floor.replay, self.device)}, floor.replay, nullcontext, cell)

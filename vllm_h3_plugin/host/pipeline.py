@@ -134,7 +134,14 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
 
     def setup_compile(self) -> None:
         """Called by the host's runner once the weights are in, in the place of its own torch.compile."""
+        self._prepare_tables()
         self._step.make_ready(self)
+
+    def _prepare_tables(self) -> None:
+        """Make the tables of ``H3_PREPARE_STEPS`` ready; the default schedule's is in use afterwards."""
+        for name, tables in self._tables.items() if self._settings.prepare_steps else ():
+            for steps in (*self._settings.prepare_steps, None):
+                tables.activate(default_schedule(self, name, steps), self._progress.loading("building table"))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill all parts from the inventory's files; the host's own (memory-mapped, lazy) iterator is left untouched.

@@ -46,16 +46,17 @@ def schedule_of(inputs: Mapping[str, Any]) -> Schedule:
     return schedule(inputs["sigmas_video"], inputs["sigmas_audio"], roles)
 
 
-def default_schedule(pipeline: Any, dit: str) -> Schedule:
+def default_schedule(pipeline: Any, dit: str, steps: int | None = None) -> Schedule:
     """The schedule of a request that names nothing but a prompt.
 
     Args:
         pipeline: the host's, built.
         dit: ``transformer`` or ``transformers_ref``.
+        steps: or of one that also names this many; a distilled release has a number of its own.
     """
     reference_only = dit == "transformers_ref" or "t2va" not in pipeline.supported_tasks
     positions = pipeline._base_schedule_for_task("ref2va" if reference_only else "t2va")
-    steps = DEFAULT_STEPS if positions is None else positions.num_inference_steps
+    steps = (steps or DEFAULT_STEPS) if positions is None else positions.num_inference_steps
     sigmas = [
         time_request.minimax_h3_time_shift_sigmas(
             num_steps=steps,

@@ -13,7 +13,7 @@ from vllm_omni.diffusion.compile import regionally_compile
 
 from vllm_h3_plugin.host.fused_block import fuse
 from vllm_h3_plugin.host.step_kernels import StepKernels, choose_kernels
-from vllm_h3_plugin.host.warm_up import warm_up
+from vllm_h3_plugin.host.warm_up import warm_up, warm_up_text
 from vllm_h3_plugin.quantization.contract import QuantBackend
 from vllm_h3_plugin.settings import Settings
 
@@ -50,14 +50,14 @@ class Step:
         return _logged(cls(kernels, ", ".join(f"{name}: {how}" for name, how in kernels.fused.source.items())))
 
     def make_ready(self, pipeline: Any) -> None:
-        """Once the weights are in: compile if that was asked for, else run every kernel of a step once."""
+        """Once the weights are in: run every kernel of a prompt and of a step once; or compile, if that was asked for."""
+        logger.info("H3 text encoder: a short prompt to load its kernels took %.1f s", warm_up_text(pipeline))
         for name in pipeline._dit_modules:
             dit = getattr(pipeline, name)
             if self.compiled:
                 regionally_compile(dit, dynamic=True)
             else:
-                seconds = warm_up(dit)
-                logger.info("H3 %s: one small step to load every kernel took %.1f s", name, seconds)
+                logger.info("H3 %s: one small step to load its kernels took %.1f s", name, warm_up(dit))
 
     def facts(self) -> Mapping[str, Any]:
         """For `/v1/h3/info`."""

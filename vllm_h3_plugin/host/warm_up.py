@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One small step of a DiT before the first request: it compiles, loads and plans what that request would wait for."""
+"""A short prompt and one small step before the first request: what loads, compiles and plans then does not later."""
 
 from __future__ import annotations
 
@@ -16,6 +16,22 @@ from vllm_h3_plugin.host.denoise_branch import MiniMaxH3DenoiseBranch
 TEXT, LATENT_T, LATENT_H, LATENT_W, AUDIO = 100, 32, 16, 16, 356
 
 
+def warm_up_text(pipeline: Any) -> float:
+    """Encode a short prompt.
+
+    Returns:
+        Seconds it took; 0 where there is no text encoder, or several ranks share it.
+    """
+    if getattr(pipeline, "text_encoder", None) is None or _several_ranks():
+        return 0.0
+    started = time.perf_counter()
+    device = next(pipeline.text_encoder.parameters()).device
+    with torch.inference_mode():
+        pipeline._encode_text_hidden(torch.ones(TEXT, dtype=torch.long, device=device), {})
+    _wait(device)
+    return time.perf_counter() - started
+
+
 def warm_up(dit: Any) -> float:
     """Run one step at the first timesteps of the table in use.
 
@@ -26,7 +42,7 @@ def warm_up(dit: Any) -> float:
         Seconds it took; 0 if it was left out: without a table there is nothing to read, and with several ranks a step
         is collective.
     """
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if _several_ranks():
         return 0.0
     group = (0.0,)
     if uses_tables(dit):
@@ -62,6 +78,14 @@ def warm_up(dit: Any) -> float:
     with torch.inference_mode():
         dit(**inputs)
     dit.forget_request()
+    _wait(device)
+    return time.perf_counter() - started
+
+
+def _several_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - started
