@@ -75,8 +75,8 @@ def test_what_a_command_left_behind_ends_with_it(tmp_path: Path) -> None:
 TIDY = """
 import os, pathlib, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(os.getpid(), child.pid, flush=True)
 try:
+    print(os.getpid(), child.pid, flush=True)
     time.sleep(600)
 except KeyboardInterrupt:
     print("tidy", flush=True)
