@@ -26,7 +26,6 @@ from vllm_h3_plugin.serving.profile import load_profile
 from vllm_h3_plugin.serving.server import Server, free_port
 from vllm_h3_plugin.video.probe import probe
 
-
 STEPS = 4
 
 
