@@ -112,6 +112,7 @@ def flash_package(function: Callable[..., Any]) -> Run:
     """A FlashAttention package's ``flash_attn_func``: takes ``[batch, rows, heads, head_dim]`` as it stands."""
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        q, k, v = within_int32(q), within_int32(k), within_int32(v)
         out = function(q, k, v, softmax_scale=scale, causal=False)
         # Some versions also return the log of the softmax's denominator.
         return out[0] if isinstance(out, tuple) else out

@@ -31,6 +31,11 @@ from vllm_h3_plugin.quantization.precision import Precision
 ALIGNMENT = 16
 """CUTLASS reads rows of 16 bytes: both widths must be multiples of 16 elements."""
 
+ROW_BLOCK = 256
+"""Long inputs are cut at multiples of the kernels' largest tile."""
+
+_INT32_MAX = 2**31 - 1
+
 _OPERATORS = ("dynamic_per_token_scaled_fp8_quant", "cutlass_scaled_mm", "cutlass_scaled_mm_supports_fp8")
 
 
@@ -133,10 +138,21 @@ class CutlassFp8(QuantBackend):
     def _multiply(
         self, values: torch.Tensor, scale: torch.Tensor, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        out = torch.empty((values.shape[0], packed.weight.shape[1]), dtype=dtype, device=values.device)
-        if values.shape[0] > 0:
+        (k, n), m = packed.weight.shape, values.shape[0]
+        out = torch.empty((m, n), dtype=dtype, device=values.device)
+        rows = _most_rows(k, n)
+        if 0 < m <= rows:
             self._ops.cutlass_scaled_mm(out, values, packed.weight, scale, packed.scale, bias)
+        elif m > rows:
+            for part, x, x_scale in zip(out.split(rows), values.split(rows), scale.split(rows), strict=True):
+                self._ops.cutlass_scaled_mm(part, x, packed.weight, x_scale, packed.scale, bias)
         return out
+
+
+def _most_rows(k: int, n: int) -> int:
+    """Rows of one product: a clip of 15 s at 768p has 109 184, and its fc1 more than 2^31 results. A row's result does
+    not depend on the others, and cuts lie between tiles."""
+    return max(ROW_BLOCK, _INT32_MAX // max(k, n) // ROW_BLOCK * ROW_BLOCK)
 
 
 def _check(x: torch.Tensor | QuantizedActivation, packed: Packed, bias: torch.Tensor | None) -> None:

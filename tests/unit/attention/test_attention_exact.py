@@ -128,3 +128,23 @@ def test_a_device_without_a_kernel_is_said_to_have_none():
 def test_explaining_imports_no_torch():
     code = "import sys, vllm_h3_plugin.attention.preference; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_views_that_32_bit_offsets_cannot_reach_are_copied_for_every_kernel(monkeypatch):
+    """A clip of 15 s at 768p has 109 184 rows: its fused QKV is more than 2^31 elements."""
+    from vllm_h3_plugin.attention import exact
+
+    monkeypatch.setattr(exact, "_INT32_MAX", 40 * 3 * 2 * 128 - 1)
+    fused = torch.randn(1, 40, 3 * 2 * 128)
+    q, k, v = (part.view(1, 40, 2, 128) for part in fused.split(256, -1))
+    seen = []
+
+    def function(q, k, v, **options):
+        seen.extend((q, k, v))
+        return q
+
+    exact.flash_package(function)(q, k, v, 0.1)
+    assert all(x.is_contiguous() for x in seen) and torch.equal(seen[1], k)
+    seen.clear()
+    exact.flash_package(function)(q[:, :39], k[:, :39], v[:, :39], 0.1)
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in (q, k, v)], "within reach nothing is copied"

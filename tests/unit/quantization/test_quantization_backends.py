@@ -200,6 +200,18 @@ def test_cutlass_hands_the_kernel_what_it_demands(cutlass, operators, precision,
     assert torch.equal(y, Reference().apply(x, packed, bias))
 
 
+def test_a_product_of_more_than_2_to_the_31_elements_is_cut_between_rows(cutlass, operators, monkeypatch):
+    packed, _ = packed_for(cutlass)
+    x = gaussian(700, 64)
+    whole = cutlass.apply(x, packed, None)
+    operators.calls.clear()
+    monkeypatch.setattr(cutlass_fp8, "_INT32_MAX", 128 * 300)
+    assert torch.equal(cutlass.apply(x, packed, None), whole)
+    assert [call.m for call in operators.calls] == [256, 256, 188]
+    monkeypatch.undo()
+    assert cutlass_fp8._most_rows(5376, 28672) * 28672 < 2**31 <= 109184 * 28672
+
+
 def test_cutlass_calls_no_kernel_for_no_tokens(cutlass, operators):
     packed, _ = packed_for(cutlass)
     assert cutlass.apply(gaussian(0, 64), packed, None).shape == (0, 128) and not operators.calls
