@@ -27,11 +27,9 @@ from vllm_h3_plugin.quantization.contract import Support
 from vllm_h3_plugin.quantization.fp8 import E4M3, E4M3_MAX
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 
-MAX_TOKENS = 110_000
-"""Packed rows of a request up to which attention in few bits is allowed: the largest size of `vllm-h3 bench step`.
-
-Errors of single keys average out over more keys, but others report noise from INT8 attention near 160 000 tokens.
-"""
+MAX_TOKENS = 38_000
+"""Packed rows of a request up to which attention in few bits is allowed: 1344x768 with 124 frames, the largest size
+that it was measured at. Others report noise from INT8 attention near 160 000 tokens."""
 
 MEAN_ROWS = 1024
 """About as many rows are taken for the mean of the keys, evenly spread."""
