@@ -40,8 +40,9 @@ CONFIG = tiny_dit(layers=2, refiner_layers=1, hidden=128, heads=4, head_dim=32, 
 RANKS = (0, 1)
 RECIPES = ("fp8", "fp8-tensor", "bf16-table")
 STEPS = 2
-DEADLINE_S = 240.0
-"""Importing the host takes half a minute of a core in each process; the work itself, seconds."""
+DEADLINE_S = 480.0
+"""Importing the host takes half a minute of a core in each process, more where two hosts are tested side by side; the
+work itself, seconds."""
 
 COLUMNS = ("attn.out_proj.weight", "mlp.fc2.weight", "time_embedder.proj_out.weight")
 """Row-parallel weights are cut by columns."""
