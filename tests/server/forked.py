@@ -9,11 +9,13 @@ what it is in production. The servers of test_command_line.py, and every worker 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import TextIO, cast
 
@@ -30,9 +32,40 @@ def start_import() -> None:
 
 def _enter(argv: Sequence[str], environment: Mapping[str, str], output: Connection) -> None:
     """In the child. The fork server passes over a module that it cannot import; this does not."""
-    from tests.server.imported_host import run
+    from tests.server.imported_host import require_no_plugin
 
+    require_no_plugin()
     run(argv, environment, output)
+
+
+def run(argv: Sequence[str], environment: Mapping[str, str], output: Connection) -> None:
+    """In the child: become ``python -m MODULE ARGUMENTS`` in a session of its own.
+
+    Args:
+        argv: interpreter, ``-m``, module, arguments.
+        environment: all variables of the process.
+        output: takes stdout and stderr.
+    """
+    os.setsid()
+    # Every child of a fork server keeps it alive, so that its end cannot tell them that the tests are gone.
+    threading.Thread(target=_end_with_the_tests, name="end-with-the-tests", daemon=True).start()
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    os.environ.clear()
+    os.environ.update(environment)
+    _, _, module, *arguments = argv
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _end_with_the_tests() -> None:
+    tests = parent_process()
+    assert tests is not None
+    tests.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class ForkedProcess:
