@@ -123,21 +123,21 @@ class MiniMaxH3DiTModel(HostDiT):  # type: ignore[valid-type,misc]  # the host's
             request.rows = {name: local_rows(rows, local_span, seq_len) for name, rows in positions.items()}
         video, audio, text = (request.rows[name] for name in ("video", "audio", "text"))
         if request.text is None:
-            embedded, _ = self.condition_proj(text_embeddings_selected.to(device=device, dtype=torch.bfloat16))
+            embedded, _ = self.condition_proj(text_embeddings_selected.to(device=device, dtype=host_dit._BF16_DTYPE))
             embedded = self.token_refiner(
                 embedded, cu_seqlens=refiner_cu_seqlens, max_seqlen=refiner_max_seqlen, num_requests=num_requests
             )
             if local_span[1] != seq_len:
                 inside = (text_pos >= local_span[0]) & (text_pos < sum(local_span))
                 embedded = embedded[inside]
-            request.text = embedded.to(torch.bfloat16)[: text.local.shape[0]]
+            request.text = embedded.to(host_dit._BF16_DTYPE)[: text.local.shape[0]]
         # Latents are embedded in FP32 and rounded once, as the host does.
         video_rows, _ = self.video_patch_proj(x.view(-1, x.shape[-1]).index_select(0, video.source).float())
         audio_rows, _ = self.audio_patch_proj(audio_x.view(-1, audio_x.shape[-1]).index_select(0, audio.source).float())
-        embeddings = torch.zeros((local_span[1], self.hidden_size), device=device, dtype=torch.bfloat16)
+        embeddings = torch.zeros((local_span[1], self.hidden_size), device=device, dtype=host_dit._BF16_DTYPE)
         embeddings.index_copy_(0, text.local, request.text)
-        embeddings.index_copy_(0, video.local, video_rows.to(torch.bfloat16))
-        embeddings.index_copy_(0, audio.local, audio_rows.to(torch.bfloat16))
+        embeddings.index_copy_(0, video.local, video_rows.to(host_dit._BF16_DTYPE))
+        embeddings.index_copy_(0, audio.local, audio_rows.to(host_dit._BF16_DTYPE))
         return embeddings, self.time_embedder(unique_timesteps)
 
 
