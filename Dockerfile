@@ -6,6 +6,7 @@ ARG BASE_DIGEST
 
 # --- the wheel, from exactly what .dockerignore lets in
 FROM ${BASE_NAME}@${BASE_DIGEST} AS wheel
+# hadolint ignore=DL3002
 USER 0
 ARG SOURCE_DATE_EPOCH
 WORKDIR /src
