@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the container image: ``python -m tools.image build [--host NAME] [--base NAME@sha256:…] [--dry-run]``.
 
-The base comes from ``launch/image.lock`` and is always named by digest. Only the standard library is needed, so a machine
-that has Python and a container engine can build.
+The base comes from ``launch/image.lock`` and is always named by digest. Only the standard library is needed, so a
+machine that has Python and a container engine can build.
 """
 
 from __future__ import annotations

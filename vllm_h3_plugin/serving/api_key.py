@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that guards ``/v1``, read from a file: a command line and a compose file are read by others, a secret is not."""
+"""The key that guards ``/v1``, from a file: others can read a command line and a compose file, but not a secret."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def read_api_key(path: Path) -> str:
     """The key in a file: its one line, without the white space around it.
 
     Raises:
-        SettingsError: the file cannot be read, is empty, or holds more than one word. A server whose operator asked for a
-            key never starts without one.
+        SettingsError: the file cannot be read, is empty, or holds more than one word. A server whose operator asked
+            for a key never starts without one.
     """
     what = f"H3_API_KEY_FILE={path}"
     try:
