@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from vllm_h3_plugin.cli import serve
 from vllm_h3_plugin.cli.main import main
 from vllm_h3_plugin.errors import BusyError, ServerError, SettingsError
 from vllm_h3_plugin.serving.api_key import read_api_key
+from vllm_h3_plugin.serving.command import server_command
 from vllm_h3_plugin.serving.health import check_health, describe_progress
+from vllm_h3_plugin.serving.profile import load_profile
 
 NOW = 1_700_000_000.0
 
@@ -96,3 +100,15 @@ def test_a_key_file_without_a_key_never_means_an_open_server(tmp_path: Path, tex
     with pytest.raises(SettingsError) as caught:
         read_api_key(path)
     assert f"H3_API_KEY_FILE={path}" in str(caught.value) and why in str(caught.value)
+
+
+def test_serve_hands_the_key_to_the_server_and_prints_it_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("s3cret\n")
+    monkeypatch.setenv("H3_API_KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.setenv("VLLM_API_KEY", "")
+    serve._take_api_key()
+    command = server_command(load_profile("spark"), tmp_path, run_dir=None, environ=os.environ)
+    assert command.api_key == "s3cret" == os.environ["VLLM_API_KEY"]
+    assert "s3cret" not in str(command) and "s3cret" not in repr(command)

@@ -11,6 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import Distribution, distributions
 from typing import Any
@@ -26,6 +27,22 @@ def purl(name: str, version: str) -> str:
     return f"pkg:pypi/{_normal(name)}@{version.replace('+', '%2B')}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Package:
+    """What the document tells of a package; its metadata is parsed once, which is most of the work."""
+
+    name: str
+    version: str
+    license: str | None
+    needs: frozenset[str]
+    wheel_sha256: str | None
+    record_sha256: str | None
+
+    @property
+    def purl(self) -> str:
+        return purl(self.name, self.version)
+
+
 def sbom(epoch: int | None, found: Iterable[Distribution] | None = None) -> dict[str, Any]:
     """The document.
 
@@ -33,11 +50,11 @@ def sbom(epoch: int | None, found: Iterable[Distribution] | None = None) -> dict
         epoch: seconds since 1970 for its time stamp; None leaves the time out.
         found: packages; by default all of this environment.
     """
-    packages: dict[str, Distribution] = {}
-    for package in distributions() if found is None else found:
+    packages: dict[str, _Package] = {}
+    for each in distributions() if found is None else found:
+        package = _read(each)
         # The first on the path is the one that is imported.
-        packages.setdefault(_normal(package.metadata["Name"]), package)
-    components = [_component(packages[name]) for name in sorted(packages) if name != NAME]
+        packages.setdefault(_normal(package.name), package)
     metadata: dict[str, Any] = {
         "component": {
             "type": "application",
@@ -50,18 +67,18 @@ def sbom(epoch: int | None, found: Iterable[Distribution] | None = None) -> dict
     }
     if epoch is not None:
         metadata["timestamp"] = datetime.fromtimestamp(epoch, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    dependencies = [
-        {
-            "ref": purl(package.metadata["Name"], package.version),
-            "dependsOn": sorted(
-                purl(packages[name].metadata["Name"], packages[name].version)
-                for name in {_required(text) for text in package.requires or [] if "extra ==" not in text}
-                if name in packages
-            ),
-        }
-        for _, package in sorted(packages.items())
-    ]
-    body = {"metadata": metadata, "components": components, "dependencies": dependencies}
+    ordered = [packages[name] for name in sorted(packages)]
+    body = {
+        "metadata": metadata,
+        "components": [_component(package) for package in ordered if _normal(package.name) != NAME],
+        "dependencies": [
+            {
+                "ref": package.purl,
+                "dependsOn": sorted(packages[name].purl for name in package.needs if name in packages),
+            }
+            for package in ordered
+        ],
+    }
     serial = uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(body, sort_keys=True))
     return {
         "bomFormat": "CycloneDX",
@@ -76,24 +93,32 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _required(text: str) -> str:
-    found = re.match(r"[A-Za-z0-9._-]+", text)
-    return _normal(found[0]) if found else ""
+def _read(package: Distribution) -> _Package:
+    metadata = package.metadata
+    wanted = [text for text in metadata.get_all("Requires-Dist") or [] if "extra ==" not in text]
+    names = (re.match(r"[A-Za-z0-9._-]+", text) for text in wanted)
+    return _Package(
+        name=metadata["Name"],
+        version=metadata["Version"],
+        license=next(iter(metadata.get_all("License-Expression") or []), None),
+        needs=frozenset(_normal(found[0]) for found in names if found),
+        wheel_sha256=wheel_digest(package),
+        record_sha256=record_digest(package),
+    )
 
 
-def _component(package: Distribution) -> dict[str, Any]:
-    name, version = package.metadata["Name"], package.version
+def _component(package: _Package) -> dict[str, Any]:
     component: dict[str, Any] = {
         "type": "library",
-        "bom-ref": purl(name, version),
-        "name": name,
-        "version": version,
-        "purl": purl(name, version),
+        "bom-ref": package.purl,
+        "name": package.name,
+        "version": package.version,
+        "purl": package.purl,
     }
-    if license_text := package.metadata.get("License-Expression"):
-        component["licenses"] = [{"expression": license_text}]
-    if digest := wheel_digest(package):
-        component["hashes"] = [{"alg": "SHA-256", "content": digest}]
-    if record := record_digest(package):
-        component["properties"] = [{"name": "vllm-h3:record-sha256", "value": record}]
+    if package.license:
+        component["licenses"] = [{"expression": package.license}]
+    if package.wheel_sha256:
+        component["hashes"] = [{"alg": "SHA-256", "content": package.wheel_sha256}]
+    if package.record_sha256:
+        component["properties"] = [{"name": "vllm-h3:record-sha256", "value": package.record_sha256}]
     return component
