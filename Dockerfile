@@ -14,7 +14,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY quant quant
 COPY launch launch
 COPY vllm_h3_plugin vllm_h3_plugin
-# A wheel keeps permissions: those of the checkout depend on who cloned it. setuptools is the host's own (vLLM needs it).
+# A wheel keeps permissions: those of the checkout depend on who cloned it. setuptools is the host's.
 RUN chmod -R u=rwX,go=rX . \
     && python3 -m pip wheel --no-deps --no-build-isolation --no-index --no-cache-dir --wheel-dir /wheels .
 
@@ -32,21 +32,22 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     && python3 -m pip install --no-deps --no-cache-dir --break-system-packages --require-hashes -r /image.txt \
     && python3 -m pip install --no-deps --no-cache-dir --break-system-packages --no-index /wheels/*.whl \
     && python3 -m pip install --dry-run --no-index --no-cache-dir --break-system-packages /wheels/*.whl \
-    && printf 'h3:x:10001:10001:vllm-h3-plugin:/home/h3:/usr/sbin/nologin\n' >> /etc/passwd \
+    && printf 'h3:x:10001:10001:vllm-h3-plugin:/var/lib/vllm-h3/home:/usr/sbin/nologin\n' >> /etc/passwd \
     && printf 'h3:x:10001:\n' >> /etc/group \
     && install -d -m 0755 /usr/share/vllm-h3 \
-    && install -d -m 0750 -o 10001 -g 10001 /home/h3 /var/cache/vllm-h3 /var/lib/vllm-h3 /var/lib/vllm-h3/clips \
+    && install -d -m 0750 -o 10001 -g 10001 \
+        /var/cache/vllm-h3 /var/lib/vllm-h3 /var/lib/vllm-h3/clips /var/lib/vllm-h3/home \
     && find / -xdev -newer /begun ! -path '/proc/*' ! -path '/sys/*' \
         -exec touch --no-dereference --date="@${SOURCE_DATE_EPOCH:-0}" {} + \
     && rm /begun && touch --date="@${SOURCE_DATE_EPOCH:-0}" /
-ENV HOME=/home/h3 \
+ENV HOME=/var/lib/vllm-h3/home \
     H3_CACHE_DIR=/var/cache/vllm-h3 \
     VLLM_OMNI_SERVER_STORAGE__PATH=/var/lib/vllm-h3/clips \
-    VLLM_CACHE_ROOT=/home/h3/.cache/vllm \
-    TORCHINDUCTOR_CACHE_DIR=/home/h3/.cache/torchinductor \
+    VLLM_CACHE_ROOT=/var/lib/vllm-h3/home/.cache/vllm \
+    TORCHINDUCTOR_CACHE_DIR=/var/lib/vllm-h3/home/.cache/torchinductor \
     HF_HUB_OFFLINE=1 \
     VLLM_NO_USAGE_STATS=1
-WORKDIR /home/h3
+WORKDIR /var/lib/vllm-h3/home
 USER 10001:10001
 
 # --- the five contracts, in a stage of their own: what they leave behind is in no layer of the image
@@ -58,15 +59,21 @@ ARG BASE_DIGEST
 ARG VERSION
 ARG REVISION
 ARG LOCK_SHA256
-WORKDIR /tmp/record
-RUN printf '{"version": "%s", "revision": "%s", "base": "%s", "image_lock_sha256": "%s", "source_date_epoch": %s}\n' \
-        "${VERSION}" "${REVISION}" "${BASE_NAME}@${BASE_DIGEST}" "${LOCK_SHA256}" "${SOURCE_DATE_EPOCH:-0}" > build.json \
-    && vllm-h3 provenance --sbom sbom.cdx.json >/dev/null \
-    && touch --date="@${SOURCE_DATE_EPOCH:-0}" build.json sbom.cdx.json
+RUN mkdir /tmp/record \
+    && printf '{"version": "%s", "revision": "%s", "base": "%s", "image_lock_sha256": "%s", "source_date_epoch": %s}\n' \
+        "${VERSION}" "${REVISION}" "${BASE_NAME}@${BASE_DIGEST}" "${LOCK_SHA256}" "${SOURCE_DATE_EPOCH:-0}" \
+        > /tmp/record/build.json \
+    && vllm-h3 provenance --sbom /tmp/record/sbom.cdx.json >/dev/null
 
 FROM installed
-# Taken from the stage above, so that an image cannot exist whose contracts did not hold.
-COPY --from=checked --chown=0:0 --chmod=0444 /tmp/record/build.json /tmp/record/sbom.cdx.json /usr/share/vllm-h3/
+ARG SOURCE_DATE_EPOCH
+USER 0
+# Taken from the stage above, so that an image cannot exist whose contracts did not hold. RUN and not COPY: the folder
+# gets the commit's time as well.
+RUN --mount=type=bind,from=checked,source=/tmp/record,target=/record \
+    install -m 0444 /record/build.json /record/sbom.cdx.json /usr/share/vllm-h3/ \
+    && touch --date="@${SOURCE_DATE_EPOCH:-0}" /usr/share/vllm-h3/*.json /usr/share/vllm-h3
+USER 10001:10001
 ARG BASE_NAME
 ARG BASE_DIGEST
 ARG VERSION

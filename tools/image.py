@@ -86,7 +86,9 @@ def read_source() -> Source:
     """
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-c", "safe.directory=*", *words], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     try:
         return Source(

@@ -108,7 +108,7 @@ def test_the_contracts_stand_between_the_installation_and_the_image() -> None:
     text = dockerfile()
     last = text[text.rindex("\nFROM ") :]
     assert "vllm-h3 doctor --reference" in text[: text.rindex("\nFROM ")]
-    assert "COPY --from=checked" in last  # an engine that skips unused stages cannot skip this one
+    assert "--mount=type=bind,from=checked" in last  # an engine that skips unused stages cannot skip this one
 
 
 def test_the_image_runs_as_a_plain_user_and_starts_serve() -> None:
@@ -250,7 +250,7 @@ def test_the_checkpoint_is_read_only_its_path_may_have_spaces_and_nothing_is_cre
             if mount["type"] == "bind":
                 assert mount["read_only"] is True and mount["bind"] == {"create_host_path": False}
         writable = {target for target, mount in mounts.items() if mount["type"] == "volume"}
-        assert writable == {"/var/cache/vllm-h3", "/var/lib/vllm-h3/clips", "/home/h3"}
+        assert writable == {"/var/cache/vllm-h3", "/var/lib/vllm-h3/clips", "/var/lib/vllm-h3/home"}
         # Made in the image with the user's rights: a new volume takes them over.
         assert all(f" {target}" in dockerfile() for target in writable)
 

@@ -137,7 +137,9 @@ def _git(record: Path, unknown: dict[str, str]) -> dict[str, Any] | None:
         return None
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *words], check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", "-c", "safe.directory=*", "-C", str(root), *words], check=True, capture_output=True, text=True
+        ).stdout
 
     try:
         return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain").strip())}
