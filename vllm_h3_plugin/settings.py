@@ -68,6 +68,11 @@ class Settings(BaseModel):
         default=None,
         description="The ffmpeg program. Unset: the one on PATH, else the one that imageio-ffmpeg carries.",
     )
+    api_key_file: Path | None = Field(
+        default=None,
+        description="File with the key that callers of `/v1` must send. `vllm-h3 serve` gives it to the server, "
+        "`vllm-h3 health` sends it. An empty file is refused.",
+    )
     cache_dir: Path = Field(
         default=Path("~/.cache/vllm-h3"),
         description="Folder of this project's own files: quantized snapshots, AdaLN tables and which attention kernel "

@@ -63,6 +63,7 @@ def serve(
         },
     )
     partition = check_before_start(profile)
+    _take_api_key()
     check_port_free(profile.address, profile.port)
     console = stderr()
     with tempfile.TemporaryDirectory(prefix="vllm-h3-") as folder:
@@ -159,6 +160,16 @@ def _check_settings(inventory: Inventory) -> None:
             why=f"{nearest} is a file",
             fix="Name a folder, or set H3_SNAPSHOT=off.",
         )
+
+
+def _take_api_key() -> None:
+    """Hand the key of ``H3_API_KEY_FILE`` to the server in its environment: a command line is read by every user."""
+    from vllm_h3_plugin import settings
+    from vllm_h3_plugin.serving.api_key import read_api_key
+
+    path = settings.load().api_key_file
+    if path is not None:
+        os.environ["VLLM_API_KEY"] = read_api_key(path)
 
 
 def stop_on_sigterm() -> None:

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from vllm_h3_plugin import __version__
+from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.host import admission, run_state
+from vllm_h3_plugin.serving import provenance
 
 
 class H3Endpoints:
@@ -22,6 +24,7 @@ class H3Endpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; called once by the host while it builds the app (vllm/plugins/endpoint_plugins)."""
+        _provenance()  # now, and not while a request waits for the event loop
         app.add_api_route("/v1/h3/info", _info, methods=["GET"], summary="Plugin, host, recipe and kernels in use")
         # Before the host adds authentication, and therefore behind it.
         app.add_middleware(admission.Admission)
@@ -37,4 +40,11 @@ def _info() -> dict[str, Any]:
         "workers": run_state.read_workers(),
         "progress": run_state.read(run_state.PROGRESS),
         "guard": admission.describe(),
+        "provenance": _provenance(),
     }
+
+
+@cache
+def _provenance() -> dict[str, Any]:
+    """What ``vllm-h3 provenance`` prints; it cannot change while the server runs."""
+    return provenance.collect(settings.load().recipe)
