@@ -46,11 +46,13 @@ class EnvFile:
     Attributes:
         values: name -> value as compose takes it from the file, the caller's environment left aside.
         lines: name -> line of its last assignment.
+        quoted: names whose value stands in quotes; compose and shells drop these, ``docker run --env-file`` does not.
     """
 
     values: Mapping[str, str]
     lines: Mapping[str, int]
     oddities: tuple[Oddity, ...]
+    quoted: tuple[str, ...] = ()
 
 
 class _Parser:
@@ -60,6 +62,7 @@ class _Parser:
         self.values: dict[str, str] = {}
         self.lines: dict[str, int] = {}
         self.oddities: list[Oddity] = []
+        self.quotes: dict[str, None] = {}
 
     def odd(self, line: int, what: str, remedy: str, *, fatal: bool = False) -> None:
         self.oddities.append(Oddity(line, what, remedy, fatal))
@@ -202,6 +205,7 @@ class _Parser:
                 name, _ESCAPE.sub(lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), inner), 0
             )
         self.values[name] = inner
+        self.quotes[name] = None
         return further
 
     def expand(self, name: str, text: str, number: int) -> str:
@@ -238,4 +242,4 @@ def parse_env(raw: bytes, *, name: str = ".env", environ: Mapping[str, str] | No
     """
     parser = _Parser(name, environ or {})
     parser.parse(parser.text(raw))
-    return EnvFile(parser.values, parser.lines, tuple(parser.oddities))
+    return EnvFile(parser.values, parser.lines, tuple(parser.oddities), tuple(parser.quotes))

@@ -112,13 +112,14 @@ def _nvidia_runtime(survey: Survey) -> Check:
 
 
 def _disk(survey: Survey) -> Check:
-    expected, values = survey.wanted.expected, survey.values
+    values = survey.values
+    # Without an engine there is no folder of images to look at, and the check of docker has said so.
+    engine = survey.wanted.expected.containers and isinstance(survey.docker, Docker)
     return room.disk(
         survey.room(),
         survey.sound_need,
-        # Without an engine there is no folder of images to look at, and the check of docker has said so.
-        containers=expected.containers and isinstance(survey.docker, Docker),
-        image_here=expected.containers and survey.image.local,
+        containers=engine,
+        image_here=engine and survey.image.local,
         snapshots=values.snapshot != "off",
         tables=int(values.adaln_disk_gib * GIB),
     )

@@ -22,7 +22,7 @@ from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.dotenv import EnvFile, parse_env
 from vllm_h3_plugin.preflight.expected import Expected
 from vllm_h3_plugin.preflight.facts import Docker, Gpu, Image, Room
-from vllm_h3_plugin.preflight.machine import Machine, Memory
+from vllm_h3_plugin.preflight.machine import Disk, Machine, Memory
 from vllm_h3_plugin.preflight.need import Need, need_of
 from vllm_h3_plugin.serving.profile import Profile
 
@@ -166,8 +166,10 @@ class Survey:
     def room(self) -> Room:
         """Disks of images and cache, and whether a snapshot of this recipe lies in the cache."""
         cache = self.values.cache_dir.expanduser()
-        root = self.docker.root if isinstance(self.docker, Docker) else "/var/lib/docker"
-        return Room(self.machine.disk(Path(root)), self.machine.disk(cache), self._snapshot_fits(cache))
+        images: Disk | Unknown = Unknown("there is no docker engine")
+        if self.wanted.expected.containers and isinstance(self.docker, Docker):
+            images = self.machine.disk(Path(self.docker.root))
+        return Room(images, self.machine.disk(cache), self._snapshot_fits(cache))
 
     def _snapshot_fits(self, cache: Path) -> bool:
         # Its key holds the host that made it, which is not here where the server runs in a container: recipe and
@@ -202,5 +204,5 @@ class Survey:
         raise CheckpointError(
             f"no list of checksums for {inventory.path}",
             why=f"H3_VERIFY_CHECKSUMS names none, and no {' or '.join(names)} is here or beside the checkpoint",
-            fix=f"If you trust these files now: vllm-h3 checksums {inventory.path}; --deep compares with it from then on.",
+            fix=f"If you trust these files now: vllm-h3 checksums {inventory.path}; --deep then compares with it.",
         )

@@ -116,7 +116,8 @@ def env_file(found: EnvFile | Unknown | None, path: Path, known: Collection[str]
             f"{path}: {_some([str(oddity) for oddity in found.oddities])}",
             " ".join(dict.fromkeys(oddity.remedy for oddity in found.oddities)),
         )
-    return passed(name, f"{path}: {len(found.values)} variables, the same to every reader")
+    quotes = f"; the quotes around {', '.join(found.quoted)} are not part of the value" if found.quoted else ""
+    return passed(name, f"{path}: {len(found.values)} variables, nothing in it is misread{quotes}")
 
 
 def _some(texts: list[str]) -> str:
