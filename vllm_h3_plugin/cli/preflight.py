@@ -13,25 +13,32 @@ if TYPE_CHECKING:
 
     from vllm_h3_plugin.preflight.machine import Machine
     from vllm_h3_plugin.preflight.run import Report
-    from vllm_h3_plugin.preflight.survey import Wanted
 
 _COLOURS = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def preflight(
     profile: Annotated[
-        str, typer.Option("--profile", "-p", metavar="NAME|FILE", help="Launch profile that will be started here.")
-    ] = "spark",
+        str | None,
+        typer.Option(
+            "--profile",
+            "-p",
+            metavar="NAME|FILE",
+            help="Launch profile that will be started here.",
+            show_default="VLLM_H3_PROFILE, else spark",
+        ),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option("--checkpoint", "-c", help="Checkpoint folder.", show_default="the profile's"),
+        typer.Option("--checkpoint", "-c", help="Checkpoint folder.", show_default="VLLM_H3_CHECKPOINT/FL2VA"),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(help="Precision recipe: a name or a file.", show_default="H3_RECIPE, else the profile's"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="TCP port of the server.", show_default="the profile's")
+        int | None,
+        typer.Option(min=1, max=65535, help="TCP port of the server.", show_default="VLLM_H3_PORT, else 8000"),
     ] = None,
     env_file: Annotated[
         Path | None, typer.Option("--env-file", help="Variables for compose.", show_default="./.env, if it is there")
@@ -55,14 +62,15 @@ def preflight(
     NVIDIA runtime, the pinned image for this architecture, GPU and driver (or Ascend cards), who else uses them,
     checkpoint, memory and disk against what the recipe needs, swap, /dev/shm and the port. Changes nothing, needs no
     root, takes seconds; the registry is asked for the image and may be out of reach. What stands on a check that
-    failed is left out. Exits 1 if one failed; a warning does not stop you.
+    failed is left out. Exits 1 if one failed; a warning does not stop you. Flags win over variables of the shell, these
+    over the .env file, as with compose.
 
     The licence of the weights is yours to accept: H3_ACCEPT_LICENSE=yes, in .env or in the environment. Values in
     .env are never printed.
 
     \b
     Examples:
-      vllm-h3 preflight --checkpoint /models/MiniMax-H3/FL2VA
+      vllm-h3 preflight                                            all from .env
       vllm-h3 preflight -c /models/MiniMax-H3/FL2VA --deep
       vllm-h3 preflight --profile h200 -c ./FL2VA --without-docker --port 8080
       vllm-h3 preflight -c ./FL2VA --json | jq '.checks[] | select(.state != "pass")'
@@ -71,9 +79,11 @@ def preflight(
     from vllm_h3_plugin.preflight.check import State
     from vllm_h3_plugin.preflight.run import run_preflight
     from vllm_h3_plugin.preflight.survey import Survey
+    from vllm_h3_plugin.preflight.wanted import Flags, resolve
 
-    wanted = _wanted(profile, checkpoint, recipe, port, env_file, without_docker, deep)
-    survey = Survey(this_machine(), wanted, _hash_with_bar)
+    machine = this_machine()
+    wanted = resolve(machine, Flags(profile, checkpoint, recipe, port, env_file, without_docker))
+    survey = Survey(machine, wanted, _hash_with_bar)
     with stderr().status("looking at this machine") as status:
 
         def show(name: str) -> None:
@@ -83,12 +93,12 @@ def preflight(
 
         report = run_preflight(survey, deep=deep, on_step=show)
     stdout().print(_table(report))
-    for line in _closing(report, profile):
+    for line in _closing(report, wanted.expected.profile):
         stdout().print(line, markup=False)
     if as_json:
         emit_json(
             report.ok,
-            profile=profile,
+            profile=wanted.expected.profile,
             checks=[check.as_dict() for check in report.checks],
             skipped=report.skipped,
             **{state.value: report.count(state) for state in State},
@@ -102,25 +112,6 @@ def this_machine() -> Machine:
     from vllm_h3_plugin.preflight.machine import LocalMachine
 
     return LocalMachine()
-
-
-def _wanted(
-    name: str,
-    checkpoint: Path | None,
-    recipe: str | None,
-    port: int | None,
-    env_file: Path | None,
-    without_docker: bool,
-    deep: bool,
-) -> Wanted:
-    from vllm_h3_plugin.preflight.expected import expected_of
-    from vllm_h3_plugin.preflight.survey import Wanted
-    from vllm_h3_plugin.serving.profile import load_profile
-
-    flags = {"checkpoint": checkpoint, "recipe": recipe, "port": port}
-    profile = load_profile(name).with_flags({key: value for key, value in flags.items() if value is not None})
-    expected = expected_of(name, profile, containers=not without_docker)
-    return Wanted(expected, profile, recipe, env_file or Path(".env"), env_file is not None, deep)
 
 
 def _hash_with_bar(files):  # type: ignore[no-untyped-def]

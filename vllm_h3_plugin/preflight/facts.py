@@ -119,13 +119,13 @@ class Room:
 
     Attributes:
         images: file system of the engine's images.
-        cache: file system of ``H3_CACHE_DIR``.
+        cache: file system of ``H3_CACHE_DIR``, or of the container's volume for it.
         snapshot: whether a usable quantized snapshot lies in the cache already.
     """
 
     images: Disk | Unknown
     cache: Disk | Unknown
-    snapshot: bool
+    snapshot: bool | Unknown
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,12 @@ def _npu_processes(text: str) -> tuple[DeviceProcess, ...]:
     return tuple(DeviceProcess(int(pid), name, int(held) * 10**6) for pid, name, held in rows)
 
 
+def volume_exists(machine: Machine, name: str) -> bool:
+    """Whether the engine has a volume of that name."""
+    answer = machine.run(("docker", "volume", "inspect", "--format", "{{.Name}}", name))
+    return isinstance(answer, Ran) and answer.code == 0
+
+
 def image(machine: Machine, reference: str, digest: str | None) -> Image:
     """Ask the registry for the digest first, which is what a build takes, and then for the tag."""
     if digest is None:

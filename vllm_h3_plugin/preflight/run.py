@@ -14,6 +14,7 @@ from vllm_h3_plugin.preflight.expected import Expected, Kind
 from vllm_h3_plugin.preflight.facts import Docker
 from vllm_h3_plugin.preflight.need import GIB
 from vllm_h3_plugin.preflight.survey import Survey
+from vllm_h3_plugin.preflight.wanted import size_bytes
 
 
 @dataclass(frozen=True)
@@ -112,14 +113,12 @@ def _nvidia_runtime(survey: Survey) -> Check:
 
 
 def _disk(survey: Survey) -> Check:
-    values = survey.values
-    # Without an engine there is no folder of images to look at, and the check of docker has said so.
-    engine = survey.wanted.expected.containers and isinstance(survey.docker, Docker)
+    values, containers_used = survey.values, survey.wanted.expected.containers
     return room.disk(
         survey.room(),
         survey.sound_need,
-        containers=engine,
-        image_here=engine and survey.image.local,
+        containers=containers_used,
+        image_here=containers_used and survey.image.local,
         snapshots=values.snapshot != "off",
         tables=int(values.adaln_disk_gib * GIB),
     )
@@ -130,11 +129,33 @@ def _port(survey: Survey) -> Check:
     return system.port(profile.address, profile.port, survey.machine.bind(profile.address, profile.port))
 
 
+def _access(survey: Survey) -> Check:
+    file = survey.wanted.key_file
+    key = None
+    if file is not None:
+        key = survey.machine.read(file) if survey.machine.exists(file) else b""
+    return system.access(survey.wanted.profile.address, file, key)
+
+
+def _shared_memory(survey: Survey) -> Check:
+    if survey.wanted.expected.containers:
+        text = survey.wanted.shm_size
+        return room.container_shared_memory(text, size_bytes(text))
+    return room.shared_memory(survey.machine.disk(Path("/dev/shm")))
+
+
+def _cards(survey: Survey) -> Check:
+    found, wanted = probe.ascend(survey.machine), survey.wanted
+    if wanted.expected.containers:
+        return accelerators.passed_cards(found, wanted.expected, wanted.cards)
+    return accelerators.cards(found, wanted.expected)
+
+
 STEPS: tuple[Step, ...] = (
     Step("architecture", lambda s: system.architecture(probe.system(s.machine), s.wanted.expected)),
     Step("system", lambda s: system.operating_system(probe.system(s.machine))),
     Step("clock", lambda s: system.clock(probe.clock(s.machine))),
-    Step(".env", lambda s: files.env_file(s.env_file, s.wanted.env_path, s.known_names)),
+    Step(".env", lambda s: files.env_file(s.wanted.env_file, s.wanted.env_path, s.wanted.known)),
     Step("settings", lambda s: files.settings(s.settings)),
     Step("licence", lambda s: files.licence(s.values), ("settings",), _real),
     Step("docker", lambda s: containers.engine(s.docker), (), _containers),
@@ -149,7 +170,7 @@ STEPS: tuple[Step, ...] = (
     Step("GPU", lambda s: accelerators.gpu(s.gpus, s.wanted.expected), (), _cuda),
     Step("driver", lambda s: accelerators.driver(s.devices, s.wanted.expected), ("GPU",), _cuda),
     Step("driver", lambda s: accelerators.ascend_driver(probe.ascend(s.machine)), (), _ascend),
-    Step("cards", lambda s: accelerators.cards(probe.ascend(s.machine), s.wanted.expected), (), _ascend),
+    Step("cards", _cards, (), _ascend),
     Step(
         "other processes",
         lambda s: accelerators.processes(probe.gpu_processes(s.machine), s.wanted.expected.kind),
@@ -167,14 +188,10 @@ STEPS: tuple[Step, ...] = (
     Step("memory", _unified_memory, ("settings", "recipe"), lambda e: e.kind is Kind.SPARK),
     Step("memory", _device_memory, ("GPU", "settings", "recipe"), lambda e: e.kind is Kind.NVIDIA),
     Step("swap", lambda s: room.swap(s.memory), (), _real),
-    Step(
-        "/dev/shm",
-        lambda s: room.shared_memory(s.machine.disk(Path("/dev/shm")), s.wanted.expected.containers),
-        (),
-        _real,
-    ),
-    Step("disk", _disk, ("settings", "recipe"), _real),
+    Step("/dev/shm", _shared_memory, (), _real),
+    Step("disk", _disk, ("settings", "recipe", "docker"), _real),
     Step("port", _port),
+    Step("access", _access, (), _containers),
     Step("checksums", lambda s: files.checksums(s.checksums()), ("settings", "checkpoint")),
 )
 """Every check, in order: what costs nothing first, so that a wrong machine is known at once."""

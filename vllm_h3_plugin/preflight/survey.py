@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,34 +17,20 @@ from vllm_h3_plugin.errors import CheckpointError, H3Error
 from vllm_h3_plugin.pins import load_pins
 from vllm_h3_plugin.preflight import probe
 from vllm_h3_plugin.preflight.check import Unknown
-from vllm_h3_plugin.preflight.dotenv import EnvFile, parse_env
-from vllm_h3_plugin.preflight.expected import Expected
+from vllm_h3_plugin.preflight.dotenv import EnvFile
+from vllm_h3_plugin.preflight.expected import Kind
 from vllm_h3_plugin.preflight.facts import Docker, Gpu, Image, Room
-from vllm_h3_plugin.preflight.machine import Disk, Machine, Memory
+from vllm_h3_plugin.preflight.machine import Machine, Memory
 from vllm_h3_plugin.preflight.need import Need, need_of
-from vllm_h3_plugin.serving.profile import Profile
+from vllm_h3_plugin.preflight.wanted import Wanted
+
+MOUNT = Path("/checkpoint")
+"""Where the compose files mount the release's folder."""
+
+CACHE_VOLUMES = {Kind.ASCEND: "vllm-h3-ascend_cache"}
+"""Volume of the cache, by the names in the compose files, where it is not ``vllm-h3_cache``."""
 
 Hasher = Callable[[Iterable[ShardFile]], Mapping[Path, Hashed]]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is to be started here.
-
-    Attributes:
-        profile: with the flags of the command line applied.
-        recipe: the one that a flag names; None leaves it to H3_RECIPE and the profile.
-        env_path: the ``.env`` file.
-        env_required: whether it must be there.
-        deep: whether every shard is read and held against its checksum.
-    """
-
-    expected: Expected
-    profile: Profile
-    recipe: str | None
-    env_path: Path
-    env_required: bool
-    deep: bool
 
 
 def _hash(files: Iterable[ShardFile]) -> Mapping[Path, Hashed]:
@@ -62,33 +46,11 @@ class Survey:
         self._hasher = hasher
 
     @cached_property
-    def env_file(self) -> EnvFile | Unknown | None:
-        """The ``.env`` file; None where there is none and none was asked for."""
-        path = self.wanted.env_path
-        if not self.wanted.env_required and not self.machine.exists(path):
-            return None
-        raw = self.machine.read(path)
-        if isinstance(raw, Unknown):
-            return raw
-        return parse_env(raw, name=path.name, environ=self.machine.environ)
-
-    @cached_property
-    def known_names(self) -> frozenset[str]:
-        """Names that settings read, and those that compose files beside the ``.env`` file read."""
-        names = set(known_settings.known_variables())
-        folder = self.wanted.env_path.parent
-        for name in self.machine.names(folder):
-            if re.fullmatch(r"(docker-)?compose.*\.ya?ml", name):
-                raw = self.machine.read(folder / name)
-                if not isinstance(raw, Unknown):
-                    names |= set(re.findall(r"\$\{?([A-Z_][A-Z0-9_]*)", raw.decode("utf-8", "replace")))
-        return frozenset(names)
-
-    @cached_property
     def settings(self) -> known_settings.Settings | H3Error:
         """Settings as a server would get them: the caller's environment over the ``.env`` file, as compose has it."""
         known = known_settings.known_variables()
-        file = self.env_file.values if isinstance(self.env_file, EnvFile) else {}
+        env_file = self.wanted.env_file
+        file = env_file.values if isinstance(env_file, EnvFile) else {}
         try:
             return known_settings.load({**{k: v for k, v in file.items() if k in known}, **self.machine.environ})
         except H3Error as exc:
@@ -164,16 +126,23 @@ class Survey:
         return self.need
 
     def room(self) -> Room:
-        """Disks of images and cache, and whether a snapshot of this recipe lies in the cache."""
-        cache = self.values.cache_dir.expanduser()
-        images: Disk | Unknown = Unknown("there is no docker engine")
-        if self.wanted.expected.containers and isinstance(self.docker, Docker):
-            images = self.machine.disk(Path(self.docker.root))
-        return Room(images, self.machine.disk(cache), self._snapshot_fits(cache))
+        """Disks of images and cache, and whether a snapshot of this recipe lies in the cache.
+
+        In a container the cache is a volume of the engine's, which only root may look into.
+        """
+        if not self.wanted.expected.containers:
+            cache = self.values.cache_dir.expanduser()
+            return Room(Unknown("there is no container"), self.machine.disk(cache), self._snapshot_fits(cache))
+        if not isinstance(self.docker, Docker):
+            unknown = Unknown("the engine does not answer")
+            return Room(unknown, unknown, unknown)
+        place = self.machine.disk(Path(self.docker.root))
+        volume = CACHE_VOLUMES.get(self.wanted.expected.kind, "vllm-h3_cache")
+        started = probe.volume_exists(self.machine, volume)
+        return Room(place, place, Unknown(f"only root may look into volume {volume}") if started else False)
 
     def _snapshot_fits(self, cache: Path) -> bool:
-        # Its key holds the host that made it, which is not here where the server runs in a container: recipe and
-        # checkpoint by name are what can be compared.
+        # Its key holds the host that made it: recipe and checkpoint by name are what can be compared from here.
         recipe = self.sound_need.recipe
         try:
             found = list_snapshots(cache)
@@ -193,9 +162,11 @@ class Survey:
             return exc
 
     def _manifest(self, inventory: Inventory) -> Path:
-        if self.values.verify_checksums is not None:
-            return self.values.verify_checksums
         root = release_root(inventory)
+        named = self.values.verify_checksums
+        if named is not None:
+            inside = self.wanted.expected.containers and named.is_relative_to(MOUNT)
+            return root / named.relative_to(MOUNT) if inside else named
         names = dict.fromkeys((f"{root.name}.sha256", f"{inventory.path.resolve().name}.sha256"))
         places = [folder / name for folder in (Path(), root, root.parent) for name in names]
         for place in places:

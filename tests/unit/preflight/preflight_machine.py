@@ -55,6 +55,7 @@ def healthy_commands() -> dict[str, Ran | Unknown]:
         "docker info": Ran(0, json.dumps(DOCKER_INFO)),
         "docker compose version": Ran(0, "2.39.1\n"),
         "docker image inspect": Ran(1, "", "Error: No such image"),
+        "docker volume inspect": Ran(1, "", "Error: no such volume"),
         "docker buildx imagetools inspect": Ran(0, manifest()),
         "nvidia-smi --query-gpu": Ran(0, SPARK_GPU),
         "nvidia-smi --query-compute-apps": Ran(0, ""),

@@ -19,6 +19,7 @@ from vllm_h3_plugin.preflight.expected import Kind, expected_of
 from vllm_h3_plugin.preflight.facts import Clock, Gpu, Room, System
 from vllm_h3_plugin.preflight.machine import Disk, Kernel, LocalMachine, Memory, Ran
 from vllm_h3_plugin.preflight.need import Need, need_of
+from vllm_h3_plugin.preflight.wanted import size_bytes
 from vllm_h3_plugin.serving.profile import Profile, load_profile
 
 SPARK = expected_of("spark", load_profile("spark"))
@@ -97,9 +98,23 @@ def test_swap_in_use_and_a_small_shm_are_named() -> None:
     _is(room.swap(Memory(119 * GIB, 100 * GIB, 16 * GIB, 0)), State.PASS)
     _is(room.swap(Memory(119 * GIB, 100 * GIB, 0, 0)), State.PASS, "none")
     small = Disk("/dev/shm", 2, 64 * 2**20, 64 * 2**20)
-    _is(room.shared_memory(small, containers=False), State.FAIL, "bus error", "--shm-size")
-    _is(room.shared_memory(small, containers=True), State.WARN, "sized by its compose file")
-    _is(room.shared_memory(Disk("/dev", 2, GIB, GIB), containers=True), State.FAIL, "tmpfs")
+    _is(room.shared_memory(small), State.FAIL, "bus error", "--shm-size")
+    _is(room.shared_memory(Disk("/dev/shm", 2, 2 * GIB, 2 * GIB)), State.WARN, "4.2 GiB")
+    _is(room.shared_memory(Disk("/dev", 2, GIB, GIB)), State.FAIL, "tmpfs")
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "state"),
+    [
+        ("8g", 8 * GIB, State.PASS),
+        ("512m", GIB // 2, State.WARN),
+        ("8 GB", 8 * GIB, State.PASS),
+        ("big", None, State.FAIL),
+    ],
+)
+def test_the_containers_shm_is_as_compose_sizes_it(text: str, size: int | None, state: State) -> None:
+    assert size_bytes(text) == size
+    _is(room.container_shared_memory(text, size), state, text)
 
 
 def _disk(need: Need, images: int, cache: int, *, same: bool, snapshot: bool = False, here: bool = False) -> Check:

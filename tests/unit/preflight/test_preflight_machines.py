@@ -20,6 +20,7 @@ from tests.unit.preflight.preflight_machine import (
     docker_info,
     manifest,
 )
+from vllm_h3_plugin.cli.main import main
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.machine import Kernel, Ran
 
@@ -32,7 +33,7 @@ def test_a_spark_in_good_order_is_ready(preflight: Preflight) -> None:
     assert set(done.states) == {
         *("architecture", "system", "clock", ".env", "settings", "licence", "docker", "compose", "NVIDIA runtime"),
         *("image", "GPU", "driver", "other processes", "checkpoint", "recipe", "memory", "swap", "/dev/shm", "disk"),
-        "port",
+        *("port", "access"),
     }
     assert "this machine is ready for profile spark" in done.out
 
@@ -43,10 +44,11 @@ def test_memory_that_nvidia_smi_calls_not_available_is_normal_on_a_spark(preflig
 
 def test_nothing_is_run_that_could_change_the_machine(preflight: Preflight, machine: MadeMachine) -> None:
     preflight()
-    queries = ("docker info", "docker compose version", "docker image inspect", "docker buildx imagetools inspect")
+    docker = ("info", "compose version", "image inspect", "volume inspect", "buildx imagetools inspect")
+    queries = (*(f"docker {words}" for words in docker), "nvidia-smi --query", "timedatectl show")
     assert machine.asked
     for line in machine.asked:
-        assert line.startswith((*queries, "nvidia-smi --query", "timedatectl show")), line
+        assert line.startswith(queries), line
 
 
 def test_an_x86_machine_is_no_spark_and_its_image_is_not_asked_for(preflight: Preflight, machine: MadeMachine) -> None:
@@ -132,8 +134,8 @@ def test_without_an_engine_what_stands_on_it_is_left_out(
     done = preflight()
     assert (done.code, done.failed) == (1, ["docker"])
     assert remedy in done.check("docker")["remedy"]
-    assert set(done.answer["skipped"]) == {"compose", "NVIDIA runtime", "image"}
-    assert "not looked at until docker is right: compose, NVIDIA runtime, image" in done.out
+    assert set(done.answer["skipped"]) == {"compose", "NVIDIA runtime", "image", "disk"}
+    assert "not looked at until docker is right: compose, NVIDIA runtime, image, disk" in done.out
     assert not any("imagetools" in line for line in machine.asked)
 
 
@@ -227,12 +229,13 @@ def test_an_env_file_from_windows(preflight: Preflight, machine: MadeMachine) ->
 
 
 def test_a_misspelt_setting_in_the_env_file(preflight: Preflight) -> None:
-    Path(".env").write_text("# mine\nH3_RECIPPE=fp8\nH3_HOUSE=1\n")
+    Path(".env").write_text("# mine\nH3_RECIPPE=fp8\nH3_HOUSE=1\nVLLM_H3_PROT=1\n")
     Path("compose.yaml").write_text("services:\n  h3:\n    ports: ['${H3_HOUSE:?say which}:8000']\n")
     done = preflight()
     assert done.failed == [".env"]
     assert "line 2: nothing reads H3_RECIPPE" in done.check(".env")["detail"]
     assert "Did you mean H3_RECIPE?" in done.check(".env")["remedy"]
+    assert "Did you mean VLLM_H3_PORT?" in done.check(".env")["remedy"]
     assert "H3_HOUSE" not in done.check(".env")["detail"]
 
 
@@ -269,6 +272,59 @@ def test_a_checkpoint_that_is_one_shard_short(preflight: Preflight, checkpoint: 
     assert "ownload" in done.check("checkpoint")["remedy"]
 
 
+def test_the_env_file_alone_says_what_is_started(preflight: Preflight, machine: MadeMachine, checkpoint: Path) -> None:
+    Path("api-key").write_text("s3cret\n")
+    Path(".env").write_text(
+        f"VLLM_H3_CHECKPOINT={checkpoint.parent}\nVLLM_H3_PORT=8123\nVLLM_H3_BIND=0.0.0.0\n"
+        "VLLM_H3_API_KEY_FILE=./api-key\nVLLM_H3_PROFILE=spark\nVLLM_H3_SHM_SIZE=2g\n"
+    )
+    machine.ports_taken = (8123,)
+    done = preflight(where=None)
+    assert (done.failed, done.warned) == (["port"], ["/dev/shm"])
+    assert "0.0.0.0:8123" in done.check("port")["detail"]
+    assert "api-key" in done.check("access")["detail"] and "s3cret" not in done.out
+    machine.environ = {**machine.environ, "VLLM_H3_PORT": "8124"}  # a variable of the shell wins
+    assert preflight(where=None).failed == []
+
+
+def test_a_server_open_to_others_without_a_key_and_with_an_empty_one(preflight: Preflight) -> None:
+    Path(".env").write_text("VLLM_H3_BIND=0.0.0.0\n")
+    done = preflight()
+    assert (done.code, done.warned) == (0, ["access"])
+    assert "VLLM_H3_API_KEY_FILE" in done.check("access")["remedy"]
+    Path(".env").write_text("VLLM_H3_BIND=0.0.0.0\nVLLM_H3_API_KEY_FILE=key\n")
+    Path("key").write_text("\n")
+    assert preflight().failed == ["access"]
+    Path("key").unlink()
+    assert "openssl rand" in preflight().check("access")["remedy"]
+
+
+def test_a_port_that_is_none_is_named(preflight: Preflight, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(".env").write_text("VLLM_H3_PORT=http\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["preflight"])
+    assert ended.value.code == 2
+    assert "VLLM_H3_PORT='http'" in capsys.readouterr().err
+
+
+def test_a_list_of_checksums_is_found_where_the_container_has_it(preflight: Preflight, checkpoint: Path) -> None:
+    Path(".env").write_text("H3_VERIFY_CHECKSUMS=/checkpoint/mine.sha256\n")
+    with pytest.raises(SystemExit):
+        main(["checksums", str(checkpoint), "--output", str(checkpoint.parent / "mine.sha256")])
+    assert preflight("--deep").failed == []
+
+
+def test_a_full_disk_and_one_that_may_hold_a_snapshot_already(preflight: Preflight, machine: MadeMachine) -> None:
+    machine.free_disk = 60 * GIB
+    done = preflight()
+    assert done.failed == ["disk"]
+    assert "image and build (an allowance) 30.0 GiB, quantized snapshot 43.0 GiB" in done.check("disk")["detail"]
+    machine.commands["docker volume inspect"] = Ran(0, "vllm-h3_cache\n")
+    assert preflight().warned == ["disk"]
+    machine.free_disk = 10 * GIB
+    assert preflight().failed == ["disk"]
+
+
 def test_no_checkpoint_was_named(preflight: Preflight) -> None:
     done = preflight(where=None)
     assert done.failed == ["checkpoint"]
@@ -289,12 +345,16 @@ def test_four_cards_configured_and_two_visible(preflight: Preflight, machine: Ma
     done = preflight("--profile", str(_ascend(machine, 2)))
     assert (done.code, done.failed) == (1, ["cards"])
     assert "4 configured in profile ascend-4 and 2 visible" in done.check("cards")["detail"]
-    assert "/dev/davinciN" in done.check("cards")["remedy"]
+    assert "ASCEND_CARD_0" in done.check("cards")["remedy"]
+    outside = preflight("--profile", "ascend-4.toml", "--without-docker")
+    assert outside.failed == ["cards"]
+    assert "4 configured in profile ascend-4 and 2 visible" in outside.check("cards")["detail"]
+    assert "/dev/davinciN" in outside.check("cards")["remedy"]
 
 
 def test_four_cards_of_which_a_variable_hides_two(preflight: Preflight, machine: MadeMachine) -> None:
     machine.environ = {**machine.environ, "ASCEND_RT_VISIBLE_DEVICES": "0,2"}
-    done = preflight("--profile", str(_ascend(machine, 4)))
+    done = preflight("--profile", str(_ascend(machine, 4)), "--without-docker")
     assert done.failed == ["cards"]
     assert "ASCEND_RT_VISIBLE_DEVICES hides the others" in done.check("cards")["detail"]
 
@@ -326,8 +386,6 @@ def test_the_reference_platform_asks_for_no_device_and_no_licence(preflight: Pre
 def test_deep_needs_a_list_and_finds_a_changed_shard(
     preflight: Preflight, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm_h3_plugin.cli.main import main
-
     done = preflight("--deep")
     assert done.failed == ["checksums"]
     assert f"vllm-h3 checksums {checkpoint}" in done.check("checksums")["remedy"]

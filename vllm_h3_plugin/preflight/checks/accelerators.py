@@ -75,12 +75,34 @@ def processes(found: Sequence[DeviceProcess] | Unknown, kind: Kind) -> Check:
     )
 
 
+def passed_cards(found: Ascend, expected: Expected, chosen: Sequence[int]) -> Check:
+    """The cards that compose passes to the container.
+
+    Args:
+        chosen: their numbers (ASCEND_CARD_0 and so on).
+    """
+    name = "cards"
+    there = [card for card in dict.fromkeys(chosen) if card in found.present]
+    if len(there) == expected.cards:
+        return passed(name, f"{len(there)} of {expected.cards} configured: {_nodes(there)}")
+    return failed(
+        name,
+        f"{expected.cards} configured in profile {expected.profile} and {len(there)} visible; on this machine: "
+        f"{_nodes(found.present) or 'none'}",
+        "Name different cards that are there with ASCEND_CARD_0, ASCEND_CARD_1, …, or choose the profile for as many.",
+    )
+
+
+def _nodes(cards: Sequence[int]) -> str:
+    return ", ".join(f"davinci{card}" for card in cards)
+
+
 def cards(found: Ascend, expected: Expected) -> Check:
     """As many Ascend cards as the profile's roles are laid out for, no more and no fewer."""
     name = "cards"
     visible = len(found.cards)
     if visible == expected.cards:
-        return passed(name, f"{visible} of {visible} configured: {', '.join(f'davinci{card}' for card in found.cards)}")
+        return passed(name, f"{visible} of {visible} configured: {_nodes(found.cards)}")
     hidden = f" ({len(found.present)} are there; {found.hidden_by} hides the others)" if found.hidden_by else ""
     return failed(
         name,

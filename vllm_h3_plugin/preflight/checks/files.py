@@ -20,6 +20,7 @@ LICENCE = (
 )
 
 _LISTED = 4
+_OURS = (PREFIX, "VLLM_H3_")
 
 
 def checkpoint(found: Inventory | Unknown, path: Path | None) -> Check:
@@ -29,7 +30,7 @@ def checkpoint(found: Inventory | Unknown, path: Path | None) -> Check:
         return failed(
             name,
             "none was named",
-            "Give the folder: --checkpoint /models/MiniMax-H3/FL2VA, or set it in the profile.",
+            "Give the folder: VLLM_H3_CHECKPOINT=/models/MiniMax-H3 in .env, or --checkpoint /models/MiniMax-H3/FL2VA.",
         )
     if isinstance(found, Unknown):
         return failed(name, f"{path}: {found.reason}", "Make the folder readable for this user.")
@@ -99,9 +100,9 @@ def env_file(found: EnvFile | Unknown | None, path: Path, known: Collection[str]
     if found is None:
         return passed(name, f"none at {path}; the environment alone counts")
     if isinstance(found, Unknown):
-        return failed(name, found.reason, "Correct --env-file, or copy the example file to that place.")
+        return failed(name, found.reason, "Correct --env-file, or: cp .env.example .env")
     fatal = [oddity for oddity in found.oddities if oddity.fatal]
-    unread = [key for key in found.values if key.startswith(PREFIX) and key not in known]
+    unread = [key for key in found.values if key.startswith(_OURS) and key not in known]
     if fatal or unread:
         texts = [str(oddity) for oddity in fatal]
         remedies = [oddity.remedy for oddity in fatal]

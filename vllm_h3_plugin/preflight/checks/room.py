@@ -105,12 +105,24 @@ def swap(memory: Memory) -> Check:
     return passed(name, f"{_gib(memory.swap_total_bytes)}, {_gib(used)} in use")
 
 
-def shared_memory(found: Disk | Unknown, containers: bool) -> Check:
-    """/dev/shm, in which frames cross from the worker to the server.
+def container_shared_memory(text: str, size: int | None) -> Check:
+    """/dev/shm of the container, as compose sizes it.
 
     Args:
-        containers: whether the server gets one of its own, sized by its compose file.
+        text: VLLM_H3_SHM_SIZE, or its default.
+        size: the same in bytes; None if it cannot be read.
     """
+    name = "/dev/shm"
+    remedy = f"Set VLLM_H3_SHM_SIZE to 8g, or to at least {SHM_WANTED / GIB:.0f}g."
+    if size is None:
+        return failed(name, f"VLLM_H3_SHM_SIZE={text!r} is no size", remedy)
+    if size < SHM_WANTED:
+        return warned(name, f"the container gets {text}, and a long clip may take {_gib(SHM_WANTED)}", remedy)
+    return passed(name, f"the container gets {text}")
+
+
+def shared_memory(found: Disk | Unknown) -> Check:
+    """/dev/shm of this machine, in which frames cross from the worker to the server."""
     name = "/dev/shm"
     if isinstance(found, Unknown):
         return warned(name, found.reason, "Mount it: a worker without it dies with a bus error.")
@@ -118,11 +130,10 @@ def shared_memory(found: Disk | Unknown, containers: bool) -> Check:
         return failed(name, "there is none", "Mount a tmpfs there: a worker without it dies with a bus error.")
     remedy = "Make it larger: --shm-size 8g or --ipc host for a container, `mount -o remount,size=8G /dev/shm` else."
     size = f"{_gib(found.total_bytes)}, {_gib(found.free_bytes)} free"
-    if found.total_bytes <= SHM_DOCKER_DEFAULT and not containers:
+    if found.total_bytes <= SHM_DOCKER_DEFAULT:
         return failed(name, f"{size}: a container's default; a worker dies with a bus error after some clips", remedy)
     if found.free_bytes < SHM_WANTED:
-        own = "; the container gets its own, sized by its compose file" if containers else ""
-        return warned(name, f"{size}; a long clip may take {_gib(SHM_WANTED)}{own}", remedy)
+        return warned(name, f"{size}; a long clip may take {_gib(SHM_WANTED)}", remedy)
     return passed(name, size)
 
 
@@ -137,7 +148,7 @@ def disk(room: Room, need: Need, *, containers: bool, image_here: bool, snapshot
     """
     name = "disk"
     image = IMAGE_ALLOWANCE if containers and not image_here else 0
-    snapshot = need.snapshot if snapshots and not room.snapshot else 0
+    snapshot = need.snapshot if snapshots and room.snapshot is not True else 0
     wanted: dict[int, tuple[Disk, list[str], int]] = {}
     for place, what, size in (
         (room.images, "image and build (an allowance)", image),
@@ -154,12 +165,13 @@ def disk(room: Room, need: Need, *, containers: bool, image_here: bool, snapshot
     for place, parts, total in wanted.values():
         text = f"{_gib(place.free_bytes)} free at {place.path}, needed {_gib(total)} ({', '.join(parts)})"
         if place.free_bytes < total:
-            return failed(
-                name,
-                text,
-                "Free space there, or move: H3_CACHE_DIR for snapshot and tables, docker's data-root for images; "
-                "H3_SNAPSHOT=off does without a snapshot.",
+            remedy = (
+                "Free space there, or move: H3_CACHE_DIR (without a container) for snapshot and tables, docker's "
+                "data-root for the rest; H3_SNAPSHOT=off does without a snapshot."
             )
+            if isinstance(room.snapshot, Unknown) and place.free_bytes >= total - snapshot:
+                return warned(name, f"{text}; a snapshot may be there already ({room.snapshot.reason})", remedy)
+            return failed(name, text, remedy)
         texts.append(text)
     return passed(name, "; ".join(texts) or "nothing more is written: image and snapshot are there")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 from vllm_h3_plugin.preflight.check import Check, Unknown, failed, passed, warned
 from vllm_h3_plugin.preflight.expected import Expected, Kind
@@ -75,5 +76,31 @@ def port(address: str, number: int, refused: str) -> Check:
     return failed(
         name,
         f"{address}:{number} cannot be listened on: {refused}",
-        f"Stop what uses it (`ss -ltnp 'sport = :{number}'` names it), or choose another with --port.",
+        f"Stop what uses it (`ss -ltnp 'sport = :{number}'` names it), or choose another with VLLM_H3_PORT or --port.",
     )
+
+
+def access(address: str, key_file: Path | None, key: bytes | Unknown | None) -> Check:
+    """Who may use the server: this machine alone, or everybody who has the key.
+
+    Args:
+        key: content of ``key_file``, which is not shown; empty where it is not there. None if none was named.
+    """
+    name = "access"
+    local = address in ("localhost", "::1") or address.startswith("127.")
+    make = "openssl rand -hex 32 > api-key"
+    if key_file is None or key is None:
+        if local:
+            return passed(name, f"{address} is this machine alone; no API key")
+        return warned(
+            name,
+            f"{address} is open to others, and no API key is asked for",
+            f"Set VLLM_H3_API_KEY_FILE ({make}), or VLLM_H3_BIND=127.0.0.1.",
+        )
+    if isinstance(key, Unknown):
+        return warned(
+            name, f"whether a key is in it is unknown: {key.reason}", f"User id 10001 must read it; or: {make}"
+        )
+    if not key.strip():
+        return failed(name, f"{key_file} holds no key, or is not there", f"Write one: {make}")
+    return passed(name, f"{address}, with the API key in {key_file}")
