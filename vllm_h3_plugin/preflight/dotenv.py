@@ -12,6 +12,7 @@ No message here holds a value: the file may hold secrets.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class EnvFile:
 
 class _Parser:
     def __init__(self, name: str, environ: Mapping[str, str]) -> None:
-        self.name = name
+        self.name = shlex.quote(name)
         self.environ = environ
         self.values: dict[str, str] = {}
         self.lines: dict[str, int] = {}
@@ -79,10 +80,10 @@ class _Parser:
             raw = raw[len(_BOM) :]
         ends = [number for number, line in enumerate(raw.split(b"\n"), 1) if line.endswith(b"\r")]
         if ends:
-            where = f"lines {ends[0]} to {ends[-1]} ({len(ends)})" if len(ends) > 1 else f"line {ends[0]}"
+            where = f"lines {ends[0]} to {ends[-1]} ({len(ends)}) end" if len(ends) > 1 else f"line {ends[0]} ends"
             self.odd(
                 0,
-                f"{where} end in CRLF, as Windows writes them, and shells and make take the CR as part of the value",
+                f"{where} in CRLF, as Windows writes it, and shells and make take the CR as part of the value",
                 f"Convert it: sed -i 's/\\r$//' {self.name}",
                 fatal=True,
             )
@@ -90,7 +91,7 @@ class _Parser:
             return raw.decode("utf-8").replace("\r\n", "\n")
         except UnicodeDecodeError as exc:
             line = raw[: exc.start].count(b"\n") + 1
-            self.odd(line, "it is not UTF-8", f"Save {self.name} as UTF-8 without a BOM.", fatal=True)
+            self.odd(line, "it is not UTF-8", f"Save {self.name} as UTF-8, without a BOM.", fatal=True)
             return ""
 
     def parse(self, text: str) -> None:
@@ -237,7 +238,7 @@ def parse_env(raw: bytes, *, name: str = ".env", environ: Mapping[str, str] | No
     """Parse the bytes of a file.
 
     Args:
-        name: the file's name in remedies.
+        name: the file's path, for remedies.
         environ: the caller's environment, for names without a value and for ``$NAME``.
     """
     parser = _Parser(name, environ or {})

@@ -127,7 +127,7 @@ def _env_file(machine: Machine, path: Path, *, required: bool) -> EnvFile | Unkn
     if not required and not machine.exists(path):
         return None
     raw = machine.read(path)
-    return raw if isinstance(raw, Unknown) else parse_env(raw, name=path.name, environ=machine.environ)
+    return raw if isinstance(raw, Unknown) else parse_env(raw, name=str(path), environ=machine.environ)
 
 
 def _known(machine: Machine, folder: Path) -> frozenset[str]:

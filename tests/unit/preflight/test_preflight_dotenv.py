@@ -34,7 +34,7 @@ def test_a_plain_line_is_read_without_a_word(line: bytes, value: str) -> None:
     ("raw", "value", "line", "word", "fatal"),
     [
         (b"X=1\r\nA=v\r\n", "v", 0, "lines 1 to 2 (2) end in CRLF", True),
-        (b"A=v\r\n", "v", 0, "line 1 end", True),
+        (b"A=v\r\n", "v", 0, "line 1 ends in CRLF", True),
         (b"\xef\xbb\xbfA=v\n", "v", 1, "byte-order mark", True),
         (b"X=1\nA=v  \n", "v", 2, "spaces stand after", False),
         (b"export A=v\n", "v", 1, "`export`", False),
@@ -64,6 +64,11 @@ def test_what_readers_take_differently_is_named(
     assert (odd.line, odd.fatal) == (line, fatal)
     assert word in odd.what
     assert odd.remedy
+
+
+def test_crlf_is_named_once_and_not_as_spaces_on_every_line() -> None:
+    found = parse_env(b"A='v'\r\nB=w\r\n\r\n# x\r\n")
+    assert (found.values, len(found.oddities)) == ({"A": "v", "B": "w"}, 1)
 
 
 def test_a_message_never_holds_a_value() -> None:

@@ -105,6 +105,14 @@ def test_a_busy_gpu_names_who_is_on_it(preflight: Preflight, machine: MadeMachin
     assert "End them" in done.check("other processes")["remedy"]
 
 
+def test_a_desktop_on_the_gpu_is_no_reason_to_stop(preflight: Preflight, machine: MadeMachine) -> None:
+    machine.commands["nvidia-smi --query-compute-apps"] = Ran(0, "99, /usr/bin/gnome-shell, 120\n")
+    done = preflight()
+    assert (done.code, done.warned) == (0, ["other processes"])
+    machine.commands["nvidia-smi --query-compute-apps"] = Ran(0, "99, gnome-shell, 120\n4711, python3, 51000\n")
+    assert preflight().failed == ["other processes"]
+
+
 def test_a_docker_without_a_way_to_the_gpu(preflight: Preflight, machine: MadeMachine) -> None:
     machine.commands["docker info"] = docker_info(Runtimes={"runc": {}})
     done = preflight()
@@ -224,8 +232,13 @@ def test_an_env_file_from_windows(preflight: Preflight, machine: MadeMachine) ->
     done = preflight()
     assert (done.code, done.failed) == (1, [".env"])  # read as compose reads it: the licence is accepted
     assert "lines 1 to 3 (3) end in CRLF" in done.check(".env")["detail"]
-    assert "sed -i" in done.check(".env")["remedy"]
+    assert "sed -i 's/\\r$//' .env" in done.check(".env")["remedy"]
     assert "hunter2" not in done.out
+    assert preflight("--env-file", "my env").check(".env")["detail"] == "my env is not there"
+    Path("my env").write_bytes(b"export A=1\r\n")
+    elsewhere = preflight("--env-file", "my env").check(".env")
+    assert "sed -i 's/\\r$//' 'my env'" in elsewhere["remedy"]
+    assert "`export`" in elsewhere["detail"]
 
 
 def test_a_misspelt_setting_in_the_env_file(preflight: Preflight) -> None:

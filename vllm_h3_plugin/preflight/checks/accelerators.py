@@ -12,6 +12,9 @@ from vllm_h3_plugin.preflight.facts import Ascend, DeviceProcess, Gpu
 MIN_DRIVER = 580
 """The host's torch is built for CUDA 13.0, which needs a driver of branch 580 or later (NVIDIA, CUDA compatibility)."""
 
+SMALL_BYTES = 2**30
+"""What a process may hold without being in the way, as a desktop does."""
+
 
 def gpu(found: tuple[Gpu, ...] | Unknown, expected: Expected) -> Check:
     """As many devices as the profile uses, of the generation that it is for."""
@@ -68,9 +71,12 @@ def processes(found: Sequence[DeviceProcess] | Unknown, kind: Kind) -> Check:
     device = "NPU" if kind is Kind.ASCEND else "GPU"
     if not found:
         return passed(name, f"none on the {device}")
+    detail = f"the {device} is in use by {', '.join(map(str, found))}"
+    if all(process.held_bytes is not None and process.held_bytes < SMALL_BYTES for process in found):
+        return warned(name, detail, "Nothing to do if it is the desktop; a clip takes longer while they compute.")
     return failed(
         name,
-        f"the {device} is in use by {', '.join(map(str, found))}",
+        detail,
         "End them first; a server of this kit with `make down`. What they hold is missing for the model.",
     )
 

@@ -19,7 +19,7 @@ LICENCE = (
     "Kingdom and the Republic of Korea: do not run the model there. It restricts showing its outputs there too"
 )
 
-_LISTED = 4
+_LISTED = 6
 _OURS = (PREFIX, "VLLM_H3_")
 
 
@@ -104,21 +104,28 @@ def env_file(found: EnvFile | Unknown | None, path: Path, known: Collection[str]
     fatal = [oddity for oddity in found.oddities if oddity.fatal]
     unread = [key for key in found.values if key.startswith(_OURS) and key not in known]
     if fatal or unread:
+        oddities = sorted(found.oddities, key=lambda oddity: not oddity.fatal)
         texts = [str(oddity) for oddity in fatal]
-        remedies = [oddity.remedy for oddity in fatal]
+        remedies = [oddity.remedy for oddity in oddities]
         for key in unread:
             texts.append(f"line {found.lines[key]}: nothing reads {key}")
             near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), "")
             remedies.append(f"Did you mean {near}?" if near else f"Remove {key}.")
-        return failed(name, f"{path}: {_some(texts)}", " ".join(dict.fromkeys(remedies)))
+        texts += [str(oddity) for oddity in oddities if not oddity.fatal]
+        return failed(name, f"{path}: {_some(texts)}", _joined(remedies))
     if found.oddities:
         return warned(
             name,
             f"{path}: {_some([str(oddity) for oddity in found.oddities])}",
-            " ".join(dict.fromkeys(oddity.remedy for oddity in found.oddities)),
+            _joined([oddity.remedy for oddity in found.oddities]),
         )
     quotes = f"; the quotes around {', '.join(found.quoted)} are not part of the value" if found.quoted else ""
     return passed(name, f"{path}: {len(found.values)} variables, nothing in it is misread{quotes}")
+
+
+def _joined(remedies: list[str]) -> str:
+    """Each remedy once. They end in a full stop, or are commands, which must not."""
+    return "; ".join(dict.fromkeys(remedy.rstrip(".") for remedy in remedies))
 
 
 def _some(texts: list[str]) -> str:
