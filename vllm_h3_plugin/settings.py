@@ -54,6 +54,12 @@ class Settings(BaseModel):
         default=False,
         description="Run on the CPU reference platform. For development and tests; real clips would take days.",
     )
+    accept_license: bool = Field(
+        default=False,
+        description="`yes` says that you have read and accept the licence of the MiniMax-H3 weights, which excludes the "
+        "United States, the European Union, the United Kingdom and the Republic of Korea and restricts showing outputs "
+        "there. `vllm-h3 preflight` fails without it.",
+    )
     recipe: str | None = Field(
         default=None,
         description="Precision recipe: a name from `quant/` (`fp8`, `bf16`, …) or a path to a JSON file. "

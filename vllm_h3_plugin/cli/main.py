@@ -21,6 +21,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "recipe": ("vllm_h3_plugin.cli.recipe", "Show what a precision recipe does to every linear layer."),
     "memory": ("vllm_h3_plugin.cli.memory", "Predict what a checkpoint and a request need, and what fits."),
     "snapshot": ("vllm_h3_plugin.cli.snapshot", "List, verify and remove quantized snapshots."),
+    "preflight": ("vllm_h3_plugin.cli.preflight", "Check this machine before anything is built or started."),
     "serve": ("vllm_h3_plugin.cli.serve", "Start the video server from a profile or a checkpoint."),
     "health": ("vllm_h3_plugin.cli.health", "Tell a running server that works from one that is dead or stuck."),
     "doctor": ("vllm_h3_plugin.cli.doctor", "Check host, plugin and the five contracts in this environment."),
