@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
-.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean
+.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean preflight build provenance
 
 help:  ## Show this help.
 	@echo "vllm-h3-plugin: MiniMax-H3 on hardware that is too small for it."
@@ -60,6 +60,21 @@ test-quick:  ## The same without starting servers.
 test-gpu: setup  ## Tests that need a CUDA device, on HOST; keeps their figures in docs/results/gpu.json.
 	@$(IN_HOST)/python -m tools.measure_gpu $(ARGS)
 
+preflight: .venv-kit/ready  ## Check this machine before anything is built or started (ARGS=--deep reads every shard).
+	@.venv-kit/bin/vllm-h3 preflight $(ARGS)
+
+# Light: a machine that only starts containers needs no 8.5 GB of host for its checks.
+.venv-kit/ready: pyproject.toml
+	@"$(PYTHON)" -m venv .venv-kit
+	@.venv-kit/bin/pip install --quiet --editable .
+	@touch $@
+
+build:  ## Build the container image of HOST on the digest in launch/image.lock (ARGS='--base NAME@sha256:…' for ascend).
+	@"$(PYTHON)" -m tools.image build --host $(HOST) $(ARGS)
+
+provenance: setup  ## Say what this checkout's installation is made of, as JSON (ARGS='--sbom FILE' writes the SBOM).
+	@$(IN_HOST)/vllm-h3 provenance $(ARGS)
+
 lint:  ## ruff, ruff format, mypy, shellcheck.
 	@"$(PYTHON)" -m tools.environment nvidia
 	@$(IN_TEST)/python -m tools.lint
@@ -80,5 +95,5 @@ lock:  ## Resolve requirements/*.txt again from launch/image.lock (ARGS=--upgrad
 	@"$(PYTHON)" -m tools.lock $(ARGS)
 
 clean:  ## Remove environments, caches and build output (keeps demo-output/).
-	rm -rf .venv-boot .venv-nvidia .venv-ascend .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	rm -rf .venv-kit .venv-boot .venv-nvidia .venv-ascend .cache .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
 	find tools tests vllm_h3_plugin -name __pycache__ -type d -prune -exec rm -rf {} +

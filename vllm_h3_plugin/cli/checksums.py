@@ -66,7 +66,7 @@ def _write(inventory: Inventory, output: Path | None, force: bool, as_json: bool
     target = output or Path(f"{inventory.path.resolve().name}.sha256")
     refuse_existing(target, force)
     files = weight_files(inventory)
-    hashed = _hash(files.values())
+    hashed = hash_with_progress(files.values())
     for found in hashed.values():
         if found.error is not None:
             raise found.error
@@ -82,7 +82,7 @@ def _check(inventory: Inventory, manifest: Path, as_json: bool) -> None:
     from vllm_h3_plugin.checkpoint.checksums import Verdicts, compare
     from vllm_h3_plugin.cli.console import emit_json, stdout
 
-    verdicts: Verdicts = compare(manifest, inventory, _hash)
+    verdicts: Verdicts = compare(manifest, inventory, hash_with_progress)
     console = stdout()
     for name, verdict in verdicts.bad.items():
         console.print(f"{name}: {verdict}", markup=False)
@@ -102,7 +102,7 @@ def _check(inventory: Inventory, manifest: Path, as_json: bool) -> None:
     )
 
 
-def _hash(files: Iterable[ShardFile]) -> Mapping[Path, Hashed]:
+def hash_with_progress(files: Iterable[ShardFile]) -> Mapping[Path, Hashed]:
     """Hash with a bar on stderr: GiB/s and time left."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -115,9 +115,9 @@ def this_machine() -> Machine:
 
 
 def _hash_with_bar(files):  # type: ignore[no-untyped-def]
-    from vllm_h3_plugin.cli.checksums import _hash
+    from vllm_h3_plugin.cli.checksums import hash_with_progress
 
-    return _hash(files)
+    return hash_with_progress(files)
 
 
 def _table(report: Report) -> Table:

@@ -172,7 +172,7 @@ def test_every_command_in_the_documents_exists_and_parses() -> None:
         ("vllm-h3 serve sparc -c CKPT", "no profile sparc"),
         ("vllm-h3 recipe show --recipe fp9", "no recipe fp9"),
         ("vllm-h3 synth DIR --partition all", "all"),
-        ("make preflight", "no target preflight"),
+        ("make preflite", "no target preflite"),
         ("make demo SIZE=3", "no variable SIZE"),
         ("HOST=ascend make setup", None),
         ("make demo HOST=amd", "no host amd"),
