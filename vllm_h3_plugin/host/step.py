@@ -50,7 +50,7 @@ class Step:
         return _logged(cls(kernels, ", ".join(f"{name}: {how}" for name, how in kernels.fused.source.items())))
 
     def make_ready(self, pipeline: Any) -> None:
-        """Once the weights are in: run every kernel of a prompt and of a step once; or compile, if that was asked for."""
+        """Once the weights are in: run each kernel of a prompt and of a step once, or compile if asked to."""
         logger.info("H3 text encoder: a short prompt to load its kernels took %.1f s", warm_up_text(pipeline))
         for name in pipeline._dit_modules:
             dit = getattr(pipeline, name)

@@ -11,7 +11,8 @@ its input in FP8 and one FP32 scale a row. With pictures, the vision tower on 4 
 ``fc1`` and its activation, or q/k/v and rotated q/k; and the DeepStack features until the end.
 
 *Denoise.* Live through all blocks: the embedded rows (``decoder_input``) and the previous block's output
-(``hidden``), which the block's residual is at first. In a quantized block (``host/fused_block.py``) at its widest, one of
+(``hidden``), which the block's residual is at first. In a quantized block (``host/fused_block.py``) at its widest, one
+of
 
 - attention: FP8 input h, fused qkv 3 d (q and k are rotated in place), output d, FP32 log-sum-exp;
 - MLP, at the activation: residual h, FP8 input h, ``fc1`` output 2 f, FP8 activation f;

@@ -34,7 +34,7 @@ class Profile(BaseModel):
     )
     devices: int = Field(default=1, ge=1, description="Number of accelerators (ranks).")
     attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
-    eager: bool = Field(default=False, description="The host's --enforce-eager: nothing is compiled, nor warmed before the first request.")
+    eager: bool = Field(default=False, description="The host's --enforce-eager: nothing is compiled or warmed.")
     ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")
 
     def with_flags(self, flags: Mapping[str, object]) -> Profile:
