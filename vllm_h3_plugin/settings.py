@@ -57,8 +57,8 @@ class Settings(BaseModel):
     accept_license: bool = Field(
         default=False,
         description="`yes` says that you have read and accept the licence of the MiniMax-H3 weights, which excludes "
-        "the United States, the European Union, the United Kingdom and the Republic of Korea and restricts showing outputs "
-        "there. `vllm-h3 preflight` fails without it.",
+        "the United States, the European Union, the United Kingdom and the Republic of Korea and restricts showing "
+        "outputs there. `vllm-h3 preflight` fails without it.",
     )
     recipe: str | None = Field(
         default=None,
