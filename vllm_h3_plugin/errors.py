@@ -144,3 +144,10 @@ class BusyError(H3Error):
 
     exit_code = 10
     http_status = 503
+
+
+def one_line(exc: BaseException) -> str:
+    """First line of an exception, with its type, cut to a length that a log line bears."""
+    lines = str(exc).strip().splitlines()
+    text = f"{type(exc).__name__}: {lines[0]}" if lines else type(exc).__name__
+    return text if len(text) <= 160 else f"{text[:157]}..."

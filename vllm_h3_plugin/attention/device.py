@@ -18,7 +18,7 @@ from vllm_h3_plugin.attention.exact import Run, exact_kernels
 from vllm_h3_plugin.attention.low_bit import fp8_attention, fp8_support, int8_attention, refuse
 from vllm_h3_plugin.attention.preference import FLASH_PACKAGES, DeviceFacts, dotted, explain
 from vllm_h3_plugin.attention.remembered import ChoiceFile
-from vllm_h3_plugin.attention.trial import one_line
+from vllm_h3_plugin.errors import one_line
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 
 _FLASH_MODULES = (

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from vllm_h3_plugin.attention.exact import AttentionShape, Kernel, reference_rows
+from vllm_h3_plugin.errors import one_line
 
 CHECKED_ROWS = 64
 TOLERANCE = 0.02
@@ -83,10 +84,3 @@ class Trial:
         # Infinities or NaN in the input say nothing about the kernel, and neither do zeros.
         judged = bool(torch.isfinite(norm).item()) and norm.item() > 0
         return f"its result is wrong by {error:.1%}" if judged and not error <= TOLERANCE else None
-
-
-def one_line(exc: BaseException) -> str:
-    """First line of an exception, with its type, cut to a length that a log line bears."""
-    lines = str(exc).strip().splitlines()
-    text = f"{type(exc).__name__}: {lines[0]}" if lines else type(exc).__name__
-    return text if len(text) <= 160 else f"{text[:157]}..."

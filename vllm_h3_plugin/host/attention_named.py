@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from vllm_h3_plugin.attention.choice import Chooser
-from vllm_h3_plugin.attention.trial import one_line
-from vllm_h3_plugin.errors import BackendError
+from vllm_h3_plugin.errors import BackendError, one_line
 
 FLAG = "--diffusion-attention-backend"
 

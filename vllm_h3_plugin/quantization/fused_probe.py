@@ -10,9 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from vllm_h3_plugin.errors import one_line
 from vllm_h3_plugin.quantization import fused
 from vllm_h3_plugin.quantization.activation import QuantizedActivation
 
@@ -42,8 +45,7 @@ class Probe:
 
 def probe_kernels(device: torch.device) -> tuple[Probe, ...]:
     """Probe every kernel of a step on a CUDA device. Never raises for a kernel that fails."""
-    cases = _cases(device)
-    return tuple(probe(name, cases[name]) for name in cases)
+    return tuple(probe(name, partial(_fault, name, given)) for name, given in _arguments(device).items())
 
 
 def probe(name: str, case: Callable[[], str | None]) -> Probe:
@@ -52,7 +54,7 @@ def probe(name: str, case: Callable[[], str | None]) -> Probe:
     try:
         fault = case()
     except Exception as error:  # noqa: BLE001  # whatever the compiler raises
-        fault = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
+        fault = one_line(error)
     seconds = time.perf_counter() - started
     if fault is None:
         return Probe(name, True, f"Triton, compiled and equal to its twin in {seconds:.1f} s", seconds)
@@ -74,7 +76,20 @@ def disagreement(got: QuantizedActivation, want: QuantizedActivation) -> str | N
     return f"{share:.1%} of values differ" if share > _DIFFERENT else None
 
 
-def _cases(device: torch.device) -> dict[str, Callable[[], str | None]]:
+def _fault(name: str, given: tuple[Any, ...]) -> str | None:
+    """What is wrong with one kernel's result on these arguments."""
+    from vllm_h3_plugin.quantization.fused_triton import TRITON
+
+    got, want = (getattr(kernels, name)(*given) for kernels in (TRITON, fused.TWINS))
+    if isinstance(got, QuantizedActivation):
+        return disagreement(got, want)
+    (residual, got), (expected, want) = got, want
+    differ = int((residual != expected).sum())
+    return f"{differ} residual values differ" if differ > _DIFFERENT * expected.numel() else disagreement(got, want)
+
+
+def _arguments(device: torch.device) -> dict[str, tuple[Any, ...]]:
+    """What each kernel is tried on, by its name."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -82,37 +97,10 @@ def _cases(device: torch.device) -> dict[str, Callable[[], str | None]]:
 
     x, branch, weight = normal(_ROWS, _HIDDEN), normal(_ROWS, _HIDDEN), normal(_HIDDEN)
     shift, scale, gate = normal(6, 6 * _HIDDEN).chunk(6, dim=-1)[:3]
-    index = torch.arange(_ROWS, device=device) % 6
-    wide, inner = normal(_ROWS, 2 * _FFN), normal(_ROWS, _INNER)
-
-    def norm_modulate() -> str | None:
-        from vllm_h3_plugin.quantization.fused_triton import TRITON
-
-        arguments = (x, weight, shift, scale, index, _EPS)
-        return disagreement(TRITON.norm_modulate(*arguments), fused.TWINS.norm_modulate(*arguments))
-
-    def gate_norm_modulate() -> str | None:
-        from vllm_h3_plugin.quantization.fused_triton import TRITON
-
-        arguments = (x, gate, branch, weight, shift, scale, index, _EPS)
-        residual, got = TRITON.gate_norm_modulate(*arguments)
-        expected, want = fused.TWINS.gate_norm_modulate(*arguments)
-        differ = int((residual != expected).sum())
-        return f"{differ} residual values differ" if differ > _DIFFERENT * expected.numel() else disagreement(got, want)
-
-    def silu_mul() -> str | None:
-        from vllm_h3_plugin.quantization.fused_triton import TRITON
-
-        return disagreement(TRITON.silu_mul(wide), fused.TWINS.silu_mul(wide))
-
-    def quantize() -> str | None:
-        from vllm_h3_plugin.quantization.fused_triton import TRITON
-
-        return disagreement(TRITON.quantize(inner), fused.TWINS.quantize(inner))
-
+    modulation = (weight, shift, scale, torch.arange(_ROWS, device=device) % 6, _EPS)
     return {
-        "norm_modulate": norm_modulate,
-        "gate_norm_modulate": gate_norm_modulate,
-        "silu_mul": silu_mul,
-        "quantize": quantize,
+        "norm_modulate": (x, *modulation),
+        "gate_norm_modulate": (x, gate, branch, *modulation),
+        "silu_mul": (normal(_ROWS, 2 * _FFN),),
+        "quantize": (normal(_ROWS, _INNER),),
     }
