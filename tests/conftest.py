@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections import Counter, defaultdict
@@ -116,6 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 PHASES = ("setup", "call", "teardown")
 SLOWEST = 25
+FAILURE_LINES = 12
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Report:
@@ -126,6 +129,7 @@ class Report:
         self.config = config
         self.counts: Counter[str] = Counter()
         self.could_not_run: list[dict[str, Any]] = []
+        self.failed: list[dict[str, str]] = []
         self.figures: dict[str, Any] = {}
         self.tests: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(PHASES))
         self.modules: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * len(PHASES))
@@ -139,6 +143,7 @@ class Report:
             self._skip(report.nodeid, report)
         elif report.failed:
             self.counts["failed" if report.when == "call" else "errors"] += 1
+            self._fail(report)
         elif report.when == "call":
             self.counts["passed"] += 1
             self.figures |= {str(name): value for name, value in report.user_properties}
@@ -148,6 +153,15 @@ class Report:
             self._skip(report.nodeid, report)
         elif report.failed:
             self.counts["errors"] += 1
+            self._fail(report)
+
+    def _fail(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        """Keep the end of what pytest says: the summary must name the failure where the log is cut above it."""
+        text = _COLOUR.sub("", report.longreprtext).strip()
+        said = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
+        self.failed.append(
+            {"test": report.nodeid, "when": report.when or "collect", "said": "\n".join(said[-FAILURE_LINES:])}
+        )
 
     def _skip(self, nodeid: str, report: pytest.TestReport | pytest.CollectReport) -> None:
         if hasattr(report, "wasxfail"):
@@ -165,6 +179,7 @@ class Report:
             "python": platform.python_version(),
             "seconds": round(time.monotonic() - self.started, 1),
             "counts": dict(self.counts),
+            "failed": self.failed,
             "could_not_run": self.could_not_run,
             "figures": self.figures,
             "slowest": {"modules": _slowest(self.modules), "tests": _slowest(self.tests)},

@@ -2,9 +2,9 @@
 """What `make test` does: ``python -m tools.testrun [--quick] [PYTEST ARGS]``.
 
 Side by side: lint, pytest on the default host (everything), and pytest on each other host (tests marked ``host``: the
-rest does not depend on it). Every stage runs to its end even if another fails. The summary names the slowest tests and
-each test that could not run and why; a skip that tests/conftest.py did not foresee fails the run. Each stage's output
-is in ``.cache/tests/STAGE.log`` too.
+rest does not depend on it). Every stage runs to its end even if another fails. The summary names the slowest tests, each
+test that could not run and why, and each failure with what it said; a skip that tests/conftest.py did not foresee fails
+the run. Each stage's output is in ``.cache/tests/STAGE.log`` too.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Stage:
     seconds: float
     counts: dict[str, int] = field(default_factory=dict)
     could_not_run: tuple[dict[str, Any], ...] = ()
+    failed: tuple[dict[str, str], ...] = ()
+    """Test, phase and the end of what pytest said of each failure."""
     slowest: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     """Under "modules" and "tests": node id -> seconds of set-up, call and teardown."""
 
@@ -85,7 +87,15 @@ def read_stage(name: str, exit_code: int, seconds: float) -> Stage:
     if not report.is_file():
         return Stage(name, exit_code or 1, seconds)
     found = json.loads(report.read_text(encoding="utf-8"))
-    return Stage(name, exit_code, seconds, found["counts"], tuple(found["could_not_run"]), found["slowest"])
+    return Stage(
+        name,
+        exit_code,
+        seconds,
+        found["counts"],
+        tuple(found["could_not_run"]),
+        tuple(found["failed"]),
+        found["slowest"],
+    )
 
 
 def _named(skips: Iterable[tuple[str, str]]) -> list[str]:
@@ -118,7 +128,7 @@ def slowest_lines(stages: Iterable[Stage], kind: str) -> list[str]:
 
 
 def summary_lines(stages: Iterable[Stage]) -> list[str]:
-    """The closing summary: a line a stage, what was slow, every test that could not run and why, then the totals."""
+    """The closing summary: a line a stage, what was slow, every test that could not run and why, each failure, totals."""
     stages = list(stages)
     lines = ["", "Summary"]
     for stage in stages:
@@ -133,6 +143,11 @@ def summary_lines(stages: Iterable[Stage]) -> list[str]:
     for (expected, reason), skips in sorted(reasons.items()):
         lines.append(f"{'Could not run' if expected else 'SKIPPED WITHOUT LEAVE'} ({reason}):")
         lines.extend(f"  {name}" for name in _named(skips))
+    # Last, because the end of a long log is what is always kept.
+    for stage in stages:
+        for failure in stage.failed:
+            lines.append(f"FAILED in {failure['when']} on {stage.name}: {failure['test']}")
+            lines.extend(f"  {line}" for line in failure["said"].splitlines())
     total = {
         name: sum(stage.counts.get(name, 0) for stage in stages) for name in ("passed", "failed", "errors", "skipped")
     }

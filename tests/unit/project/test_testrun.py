@@ -52,6 +52,17 @@ def test_a_gated_skip_does_not_fail_its_stage() -> None:
     assert Stage("nvidia", 0, 1.0, {"passed": 1, "skipped": 1}, (GATED,)).ok
 
 
+def test_each_failure_ends_the_summary_with_what_it_said_since_the_end_of_a_log_is_what_is_kept() -> None:
+    failure = {"test": "tests/a.py::test_b", "when": "call", "said": "E   assert 1 == 2\nE    +  where 1 = f()"}
+    lines = summary_lines([Stage("nvidia", 1, 9.0, {"failed": 1, "skipped": 1}, (GATED,), (failure,))])
+    assert lines[-4:] == [
+        "FAILED in call on nvidia: tests/a.py::test_b",
+        "  E   assert 1 == 2",
+        "  E    +  where 1 = f()",
+        "tests: 0 passed, 1 failed, 1 skipped",
+    ]
+
+
 def test_the_slowest_of_all_stages_are_named_slowest_first() -> None:
     seconds = {f"tests/a.py::test_{number}": [0.0, float(number), 0.0] for number in range(12)}
     other = {"tests/b.py::test_server": [30.0, 1.0, 2.5]}
@@ -80,7 +91,7 @@ class Stages:
         for name in commands:
             assert not testrun.report_of(name).exists(), "the report of an earlier run would be taken for this one's"
             if name != "lint" and name not in self.without_report:
-                document = {"counts": {"passed": 1}, "could_not_run": [], "slowest": {}}
+                document = {"counts": {"passed": 1}, "failed": [], "could_not_run": [], "slowest": {}}
                 testrun.report_of(name).write_text(json.dumps(document))
         return {name: Ended(self.codes[name], 1.0) for name in commands}, self.interrupted
 
