@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import time
 from collections import Counter, defaultdict
@@ -106,6 +107,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
         only = item.get_closest_marker("only_host")
         reason = next((NEEDS[kind] for kind in NEEDS if kind != accelerator and item.get_closest_marker(kind)), None)
+        if reason is None and item.get_closest_marker("container"):
+            reason = container_refusal()
         if reason is None and only is not None and host is not None and host not in only.args:
             reason = f"only on {', '.join(only.args)}: {only.kwargs['reason']}"
         if reason is not None:
@@ -113,6 +116,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
         elif host is None and item.get_closest_marker("host"):
             item.add_marker(pytest.mark.skip(reason="no vLLM host in this environment: `make setup` installs one"))
+
+
+def container_refusal() -> str | None:
+    """Why no container can be built and run here; None: it can."""
+    missing = [name for name in ("buildah", "unshare", "setpriv", "chroot") if shutil.which(name) is None]
+    if missing:
+        return f"needs {', '.join(missing)}: apt-get install buildah util-linux coreutils"
+    if os.geteuid() != 0:
+        return "needs root: a container is built and run without an engine's daemon"
+    return None
 
 
 PHASES = ("setup", "call", "teardown")

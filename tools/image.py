@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the container image: ``python -m tools.image build [--host NAME] [--base NAME@sha256:…] [--dry-run]``.
+"""Build the container image: ``python -m tools.image build [--host NAME] [--base NAME@sha256:…] [-- ENGINE OPTIONS]``.
 
 The base comes from ``launch/image.lock`` and is always named by digest. Only the standard library is needed, so a
 machine that has Python and a container engine can build.
@@ -102,9 +102,10 @@ def read_source() -> Source:
         ) from exc
 
 
-def build_command(engine: str, base: Base, source: Source, tag: str) -> list[str]:
+def build_command(engine: str, base: Base, source: Source, tag: str, options: Sequence[str] = ()) -> list[str]:
     """The engine's command, run at the top of the checkout. Pure.
 
+    ``options`` are the engine's own, handed on as they are: a proxy, a network, an isolation.
     docker needs BuildKit (``buildx``). buildah and podman set every time in the new layers themselves; with docker the
     Dockerfile does, which leaves the times of the layers' empty parents to the engine.
     """
@@ -124,7 +125,7 @@ def build_command(engine: str, base: Base, source: Source, tag: str) -> list[str
         "podman": ["podman", "build", "--format", "docker", "--timestamp", str(source.epoch)],
     }[engine]
     words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-    return [*start, "--file", "Dockerfile", "--tag", tag, *words, "."]
+    return [*start, *options, "--file", "Dockerfile", "--tag", tag, *words, "."]
 
 
 def find_engine() -> str:
@@ -151,6 +152,9 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--tag", help="Name of the result. [vllm-h3-plugin:HOST]")
     build.add_argument("--engine", choices=ENGINES, help="Container engine. [the first on PATH]")
     build.add_argument("--dry-run", action="store_true", help="Print the command, build nothing.")
+    build.add_argument(
+        "options", nargs="*", metavar="-- OPTION", help="Options of the engine itself, such as -- --network host."
+    )
     return parser
 
 
@@ -165,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
         if source.dirty:
             print("image: the checkout has changes that no commit holds; labelled -dirty", file=sys.stderr)
         engine = given.engine or find_engine()
-        command = build_command(engine, base, source, given.tag or f"vllm-h3-plugin:{pin.name}")
+        command = build_command(engine, base, source, given.tag or f"vllm-h3-plugin:{pin.name}", given.options)
         print(shlex.join(command), flush=True)
         if given.dry_run:
             return 0

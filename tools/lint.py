@@ -17,15 +17,19 @@ SHELL_SCRIPTS = (".ci/run", "launch/**/*.sh")
 def gates() -> dict[str, list[str]]:
     """Name -> command of each gate. A program that is missing is a command that fails by name."""
     scripts = [str(path.relative_to(ROOT)) for pattern in SHELL_SCRIPTS for path in sorted(ROOT.glob(pattern))]
-    # The wheel of shellcheck exists for x86-64 only; elsewhere the system's program serves.
-    shellcheck = BIN / "shellcheck"
-    found = str(shellcheck) if shellcheck.exists() else shutil.which("shellcheck") or "shellcheck"
     return {
         "ruff check": [str(BIN / "ruff"), "check", "--quiet", "."],
         "ruff format": [str(BIN / "ruff"), "format", "--check", "--quiet", "."],
         "mypy": [str(BIN / "mypy"), "--no-error-summary"],
-        "shellcheck": [found, *scripts],
+        "shellcheck": [_program("shellcheck"), *scripts],
+        "hadolint": [_program("hadolint"), "--failure-threshold", "info", "Dockerfile"],
     }
+
+
+def _program(name: str) -> str:
+    """A program that comes as a wheel for x86-64 only; elsewhere the system's serves."""
+    wheel = BIN / name
+    return str(wheel) if wheel.exists() else shutil.which(name) or name
 
 
 def main() -> int:

@@ -8,10 +8,11 @@ package index's; a difference is an error, never an edit: a changed hash of a pu
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tools.environment import BOOT_LOCK, ROOT, ensure_uv
 from vllm_h3_plugin.errors import H3Error, HostError
@@ -19,6 +20,14 @@ from vllm_h3_plugin.pins import HostPin, load_pins
 
 COMPILE = ("pip", "compile", "--quiet", "--universal", "--python-version", "3.11")
 HASHED = ("--generate-hashes", "--no-emit-index-url", "--custom-compile-command", "make lock")
+
+IMAGE_LOCK = "requirements/image.txt"
+_IMAGE_HEADER = """\
+# SPDX-License-Identifier: Apache-2.0
+# What the plugin needs and neither vLLM nor vLLM-Omni brings: all that is added to the pinned image beside the plugin
+# itself. Written by `make lock`, with the versions and hashes of the host locks.
+"""
+_PIN = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]*)==")
 
 
 def host_requirements(pin: HostPin) -> str:
@@ -56,6 +65,61 @@ def check_wheels(pin: HostPin) -> None:
             )
 
 
+def pinned_blocks(lock: str) -> dict[str, str]:
+    """Package -> its lines of a lock file: the pin and what is indented under it. Pure."""
+    blocks: dict[str, str] = {}
+    name = ""
+    for line in lock.splitlines(keepends=True):
+        if found := _PIN.match(line):
+            name = found["name"]
+            blocks[name] = line
+        elif name and line.startswith(" "):
+            blocks[name] += line
+        else:
+            name = ""
+    return blocks
+
+
+def reached(blocks: Mapping[str, str], roots: Iterable[str]) -> set[str]:
+    """Packages that ``roots`` need, directly or through others, as the lock's ``# via`` notes tell. Pure."""
+    needed: dict[str, set[str]] = {}
+    for name, block in blocks.items():
+        notes = block.partition("# via")[2]
+        for parent in re.findall(r"^(?:    #)? +(\S+)", notes, re.M):
+            needed.setdefault(parent, set()).add(name)
+    found: set[str] = set()
+    pending = list(roots)
+    while pending:
+        for name in needed.get(pending.pop(), set()) - found:
+            found.add(name)
+            pending.append(name)
+    return found
+
+
+def image_lock(pin: HostPin) -> str:
+    """What the plugin needs and the host does not bring, as the host's own lock has it."""
+    blocks = pinned_blocks((ROOT / pin.requirements).read_text(encoding="utf-8"))
+    missing = reached(blocks, ["vllm-h3-plugin"]) - reached(blocks, ["vllm", "vllm-omni"])
+    return "".join(block for name, block in blocks.items() if name in missing)
+
+
+def write_image_lock() -> None:
+    """Write requirements/image.txt.
+
+    Raises:
+        HostError: two hosts would need different files; the image installs one.
+    """
+    locks = {pin.name: image_lock(pin) for pin in load_pins().hosts}
+    if len(set(locks.values())) > 1:
+        raise HostError(
+            "the hosts do not lack the same packages",
+            why="; ".join(f"{name}: {', '.join(pinned_blocks(lock))}" for name, lock in locks.items()),
+            fix="Give the Dockerfile one requirements/image.txt for each host.",
+        )
+    (ROOT / IMAGE_LOCK).write_text(_IMAGE_HEADER + next(iter(locks.values())), encoding="utf-8")
+    print(IMAGE_LOCK)
+
+
 def main(argv: Sequence[str]) -> int:
     """Write every lock file."""
     upgrade = ("--upgrade",) if "--upgrade" in argv else ()
@@ -66,6 +130,7 @@ def main(argv: Sequence[str]) -> int:
             sources = ("-", "pyproject.toml", "requirements/test.in")
             _uv(*COMPILE, *HASHED, *upgrade, "-o", pin.requirements, *sources, stdin=host_requirements(pin))
             print(f"{pin.requirements}: {pin}")
+        write_image_lock()
     except H3Error as exc:
         print(f"error: {exc}", file=sys.stderr)
         return exc.exit_code

@@ -2,9 +2,9 @@
 """What `make test` does: ``python -m tools.testrun [--quick] [PYTEST ARGS]``.
 
 Side by side: lint, pytest on the default host (everything), and pytest on each other host (tests marked ``host``: the
-rest does not depend on it). Every stage runs to its end even if another fails. The summary names the slowest tests, each
-test that could not run and why, and each failure with what it said; a skip that tests/conftest.py did not foresee fails
-the run. Each stage's output is in ``.cache/tests/STAGE.log`` too.
+rest does not depend on it). Every stage runs to its end even if another fails. The summary names the slowest tests,
+each test that could not run and why, and each failure with what it said; a skip that tests/conftest.py did not foresee
+fails the run. Each stage's output is in ``.cache/tests/STAGE.log`` too.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def slowest_lines(stages: Iterable[Stage], kind: str) -> list[str]:
 
 
 def summary_lines(stages: Iterable[Stage]) -> list[str]:
-    """The closing summary: a line a stage, what was slow, every test that could not run and why, each failure, totals."""
+    """The closing summary: a line a stage, what was slow, what could not run and why, each failure, then totals."""
     stages = list(stages)
     lines = ["", "Summary"]
     for stage in stages:
