@@ -129,12 +129,19 @@ def _port(survey: Survey) -> Check:
     return system.port(profile.address, profile.port, survey.machine.bind(profile.address, profile.port))
 
 
+def _memory_limit(survey: Survey) -> Check:
+    text = survey.wanted.memory_limit
+    unified = survey.wanted.expected.kind is Kind.SPARK
+    return room.container_memory(text, size_bytes(text or ""), survey.memory, survey.sound_need, unified=unified)
+
+
 def _access(survey: Survey) -> Check:
-    file = survey.wanted.key_file
+    contained = survey.wanted.expected.containers
+    file = survey.wanted.key_file if contained else survey.values.api_key_file
     key = None
     if file is not None:
         key = survey.machine.read(file) if survey.machine.exists(file) else b""
-    return system.access(survey.wanted.profile.address, file, key)
+    return system.access(survey.wanted.profile.address, file, key, contained=contained)
 
 
 def _shared_memory(survey: Survey) -> Check:
@@ -187,11 +194,14 @@ STEPS: tuple[Step, ...] = (
     Step("recipe", lambda s: files.recipe(s.need), ("settings",)),
     Step("memory", _unified_memory, ("settings", "recipe"), lambda e: e.kind is Kind.SPARK),
     Step("memory", _device_memory, ("GPU", "settings", "recipe"), lambda e: e.kind is Kind.NVIDIA),
+    Step(
+        "memory limit", _memory_limit, ("settings", "recipe"), lambda e: e.containers and e.kind is not Kind.REFERENCE
+    ),
     Step("swap", lambda s: room.swap(s.memory), (), _real),
     Step("/dev/shm", _shared_memory, (), _real),
     Step("disk", _disk, ("settings", "recipe", "docker"), _real),
     Step("port", _port),
-    Step("access", _access, (), _containers),
+    Step("access", _access, ("settings",)),
     Step("checksums", lambda s: files.checksums(s.checksums()), ("settings", "checkpoint")),
 )
 """Every check, in order: what costs nothing first, so that a wrong machine is known at once."""

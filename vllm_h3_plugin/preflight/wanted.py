@@ -16,7 +16,7 @@ from vllm_h3_plugin import settings
 from vllm_h3_plugin.errors import SettingsError
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.dotenv import EnvFile, parse_env
-from vllm_h3_plugin.preflight.expected import Expected, expected_of
+from vllm_h3_plugin.preflight.expected import Expected, Kind, expected_of
 from vllm_h3_plugin.preflight.machine import Machine
 from vllm_h3_plugin.serving.profile import Profile, load_profile
 
@@ -26,6 +26,7 @@ COMPOSE_VARIABLES = (
     "VLLM_H3_API_KEY_FILE",
     "VLLM_H3_BIND",
     "VLLM_H3_CHECKPOINT",
+    "VLLM_H3_MEMORY_LIMIT",
     "VLLM_H3_PARTITION",
     "VLLM_H3_PORT",
     "VLLM_H3_PROFILE",
@@ -36,6 +37,9 @@ COMPOSE_VARIABLES = (
 
 SHM_DEFAULT = "8g"
 """``shm_size`` of the compose files."""
+
+MEMORY_DEFAULT = "110g"
+"""``mem_limit`` of compose.yaml; compose.ascend.yaml has no default."""
 
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -84,6 +88,12 @@ class Wanted:
         """The file with the API key, relative to the compose file's folder; None without one."""
         name = self.variables.get("VLLM_H3_API_KEY_FILE")
         return self.env_path.parent / name if name else None
+
+    @property
+    def memory_limit(self) -> str | None:
+        """The container's memory limit, as compose writes it; None where it must be set and is not."""
+        default = None if self.expected.kind is Kind.ASCEND else MEMORY_DEFAULT
+        return self.variables.get("VLLM_H3_MEMORY_LIMIT", default)
 
     @property
     def shm_size(self) -> str:

@@ -32,8 +32,8 @@ def test_a_spark_in_good_order_is_ready(preflight: Preflight) -> None:
     assert (done.code, done.failed, done.warned, done.answer["ok"]) == (0, [], [], True)
     assert set(done.states) == {
         *("architecture", "system", "clock", ".env", "settings", "licence", "docker", "compose", "NVIDIA runtime"),
-        *("image", "GPU", "driver", "other processes", "checkpoint", "recipe", "memory", "swap", "/dev/shm", "disk"),
-        *("port", "access"),
+        *("image", "GPU", "driver", "other processes", "checkpoint", "recipe", "memory", "memory limit", "swap"),
+        *("/dev/shm", "disk", "port", "access"),
     }
     assert "this machine is ready for profile spark" in done.out
 
@@ -312,6 +312,31 @@ def test_a_server_open_to_others_without_a_key_and_with_an_empty_one(preflight: 
     assert "openssl rand" in preflight().check("access")["remedy"]
 
 
+def test_without_a_container_the_servers_own_key_file_is_looked_at(preflight: Preflight, machine: MadeMachine) -> None:
+    machine.environ = {**machine.environ, "H3_API_KEY_FILE": "missing-key"}
+    done = preflight("--without-docker")
+    assert done.failed == ["access"] and "missing-key" in done.check("access")["detail"]
+    Path("missing-key").write_text("k" * 32)
+    assert preflight("--without-docker").failed == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "outcome", "said"),
+    [
+        ("40g", "fail", "at least 6"),
+        ("plenty", "fail", "'plenty' is no size"),
+        ("118g", "warn", "at most 111g"),
+        ("100g", "pass", "100.0 GiB of 119.0 GiB"),
+    ],
+)
+def test_a_memory_limit_bears_the_server_and_leaves_the_machine_some(
+    preflight: Preflight, limit: str, outcome: str, said: str
+) -> None:
+    Path(".env").write_text(f"VLLM_H3_MEMORY_LIMIT={limit}\n")
+    check = preflight().check("memory limit")
+    assert check["state"] == outcome and said in check["detail"] + check["remedy"], check
+
+
 def test_a_port_that_is_none_is_named(preflight: Preflight, capsys: pytest.CaptureFixture[str]) -> None:
     Path(".env").write_text("VLLM_H3_PORT=http\n")
     with pytest.raises(SystemExit) as ended:
@@ -351,7 +376,15 @@ def _ascend(machine: MadeMachine, cards: int) -> Path:
     machine.files["/usr/local/Ascend/driver/version.info"] = b"Version=25.2.0\n"
     machine.present = ASCEND_FILES
     machine.devices = ("davinci_manager", *(f"davinci{number}" for number in range(cards)))
+    machine.environ = {**machine.environ, "VLLM_H3_MEMORY_LIMIT": "64g"}
     return profile
+
+
+def test_a_memory_limit_that_has_no_default_is_asked_for(preflight: Preflight, machine: MadeMachine) -> None:
+    profile = str(_ascend(machine, 4))
+    machine.environ = {"H3_ACCEPT_LICENSE": "yes"}
+    done = preflight("--profile", profile)
+    assert done.failed == ["memory limit"] and "VLLM_H3_MEMORY_LIMIT" in done.check("memory limit")["detail"]
 
 
 def test_four_cards_configured_and_two_visible(preflight: Preflight, machine: MadeMachine) -> None:

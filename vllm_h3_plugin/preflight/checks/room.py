@@ -20,6 +20,9 @@ SHM_DOCKER_DEFAULT = 64 * 2**20
 SHM_WANTED = 362 * 1344 * 768 * 3 * 4
 """Bytes of one 15 s clip (362 frames) at 1344x768 in FP32, the largest that crosses processes."""
 
+LEFT_TO_THE_MACHINE = 8 * GIB
+"""What a container's memory limit leaves to everything else."""
+
 SWAP_IN_USE = GIB
 """Swap in use from which it is worth a word."""
 
@@ -103,6 +106,36 @@ def swap(memory: Memory) -> Check:
     if not memory.swap_total_bytes:
         return passed(name, "none; the memory guard ends a request before memory runs out")
     return passed(name, f"{_gib(memory.swap_total_bytes)}, {_gib(used)} in use")
+
+
+def container_memory(text: str | None, size: int | None, memory: Memory, need: Need, *, unified: bool) -> Check:
+    """The most that the container may take (VLLM_H3_MEMORY_LIMIT): enough for the server, and not the whole machine.
+
+    Args:
+        text: as compose gets it; None where it has no default and none was set.
+        size: the same in bytes; None if it cannot be read.
+        unified: CPU and GPU share memory. Whether the driver's allocations count against a container's limit depends
+            on the driver, so the limit has to bear all of them.
+    """
+    name = "memory limit"
+    if text is None:
+        return failed(name, "VLLM_H3_MEMORY_LIMIT is not set", "Set it in .env, and leave the machine some 8 GiB.")
+    if size is None:
+        return failed(name, f"VLLM_H3_MEMORY_LIMIT={text!r} is no size", "Set it to a size such as 110g.")
+    wanted = need.resident + need.clip if unified else need.clip - need.clip_device
+    if size < wanted:
+        return failed(
+            name,
+            f"the container may take {_gib(size)}, and recipe {need.recipe} with {_CLIP} takes {_gib(wanted)}",
+            f"Set VLLM_H3_MEMORY_LIMIT to at least {wanted / GIB:.0f}g, or choose a recipe that holds less.",
+        )
+    if size > memory.total_bytes - LEFT_TO_THE_MACHINE:
+        return warned(
+            name,
+            f"the container may take {_gib(size)} of {_gib(memory.total_bytes)}: a machine without memory hangs",
+            f"Set VLLM_H3_MEMORY_LIMIT to at most {(memory.total_bytes - LEFT_TO_THE_MACHINE) / GIB:.0f}g.",
+        )
+    return passed(name, f"the container may take {_gib(size)} of {_gib(memory.total_bytes)}")
 
 
 def container_shared_memory(text: str, size: int | None) -> Check:

@@ -80,13 +80,15 @@ def port(address: str, number: int, refused: str) -> Check:
     )
 
 
-def access(address: str, key_file: Path | None, key: bytes | Unknown | None) -> Check:
+def access(address: str, key_file: Path | None, key: bytes | Unknown | None, *, contained: bool) -> Check:
     """Who may use the server: this machine alone, or everybody who has the key.
 
     Args:
         key: content of ``key_file``, which is not shown; empty where it is not there. None if none was named.
+        contained: the server runs in a container, whose variables and user are other ones.
     """
     name = "access"
+    variables = ("VLLM_H3_API_KEY_FILE", "VLLM_H3_BIND") if contained else ("H3_API_KEY_FILE", "--address")
     local = address in ("localhost", "::1") or address.startswith("127.")
     make = "openssl rand -hex 32 > api-key"
     if key_file is None or key is None:
@@ -95,11 +97,13 @@ def access(address: str, key_file: Path | None, key: bytes | Unknown | None) -> 
         return warned(
             name,
             f"{address} is open to others, and no API key is asked for",
-            f"Set VLLM_H3_API_KEY_FILE ({make}), or VLLM_H3_BIND=127.0.0.1.",
+            f"Set {variables[0]} ({make}), or {variables[1]}=127.0.0.1.",
         )
     if isinstance(key, Unknown):
         return warned(
-            name, f"whether a key is in it is unknown: {key.reason}", f"User id 10001 must read it; or: {make}"
+            name,
+            f"whether a key is in {key_file} is unknown: {key.reason}",
+            f"{'User id 10001' if contained else 'The user who serves'} must read it; or: {make}",
         )
     if not key.strip():
         return failed(name, f"{key_file} holds no key, or is not there", f"Write one: {make}")
