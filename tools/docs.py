@@ -56,8 +56,28 @@ def cli_document() -> str:
     return f"{NOTICE}\n# Command line\n\nWhat `--help` says, for reading and searching.\n\n{sections}\n"
 
 
+# Variables of others that this project reads or sets; tests/unit/project holds the names to the code.
+OTHERS = {
+    "VLLM_API_KEY": "Key that callers of `/v1` must send, where no `H3_API_KEY_FILE` is named. Other users of the "
+    "machine may see it in the process list's environment; a file is better.",
+    "VLLM_OMNI_VIDEO_SYNC_TIMEOUT": "Seconds after which `/v1/videos/sync` gives up. Unset or empty: the profile's "
+    "`request_timeout_s`.",
+    "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT": "Seconds after which the `mp` executor ends its workers. Unset or empty: the "
+    "profile's `request_timeout_s`.",
+    "VLLM_PLUGINS": "The host's allow-list of plugins. `vllm-h3 serve` adds its own to what is there.",
+    "HF_HUB_OFFLINE": "1 unless set: nothing is looked up on a hub.",
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1 unless set: the host's import starts no background compilers.",
+    "CUDA_VISIBLE_DEVICES": "Which NVIDIA devices there are. Read, never set.",
+    "ASCEND_RT_VISIBLE_DEVICES": "Which Ascend cards there are. Read, never set.",
+    "ASCEND_VISIBLE_DEVICES": "The same, as container runtimes name it. Read, never set.",
+    "VLLM_LOGGING_LEVEL": "The host's. `vllm-h3 doctor` and the benchmarks quieten it unless it is set.",
+    "VLLM_LOGGING_STREAM": "The host's. `vllm-h3 doctor` and the benchmarks send its log to stderr unless it is set.",
+    "SOURCE_DATE_EPOCH": "Time that `vllm-h3 provenance --sbom` writes, in seconds since 1970.",
+}
+
+
 def settings_document() -> str:
-    """``docs/SETTINGS.md``: every ``H3_*`` variable."""
+    """``docs/SETTINGS.md``: every ``H3_*`` variable, and those of others that matter here."""
     rows = []
     for (variable, description), field in zip(known_variables().items(), Settings.model_fields.values(), strict=True):
         default = "unset" if field.default is None else f"`{field.default}`".lower()
@@ -65,7 +85,11 @@ def settings_document() -> str:
     table = "\n".join(["| Variable | Default | Meaning |", "| --- | --- | --- |", *rows])
     return (
         f"{NOTICE}\n# Settings\n\nEnvironment variables that the plugin and `vllm-h3` read. An `H3_*` variable that is "
-        f"not listed here is refused with the nearest known name, so that a typo cannot mean the default.\n\n{table}\n"
+        f"not listed here is refused with the nearest known name, so that a typo cannot mean the default.\n\n{table}\n\n"
+        "## Variables of others\n\n| Variable | Meaning |\n| --- | --- |\n"
+        + "".join(f"| `{name}` | {meaning} |\n" for name, meaning in OTHERS.items())
+        + "\nThe compose files read further ones (`VLLM_H3_*`, `ASCEND_*`), each explained in "
+        "[.env.example](../.env.example).\n"
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +65,13 @@ class Buildah:
         assert done.returncode == 0, f"buildah {' '.join(words)}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()
 
+    def remove_all(self) -> None:
+        """Unmount and remove every container and image; a mounted root would outlive the test's folder."""
+        for words in (("umount", "--all"), ("rm", "--all"), ("rmi", "--all", "--force")):
+            subprocess.run(["buildah", *words], env=self.environment(), capture_output=True, check=False)
+        for name in ("store", "run"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def commit_root(self, root: Path, name: str, env: Mapping[str, str]) -> str:
         """An image of one layer that holds ``root``; its digest."""
         container = self("from", "scratch")
@@ -119,8 +126,3 @@ def run_read_only(
         "--",
         *inside,
     ]
-
-
-def shown(command: Sequence[str]) -> str:
-    """For messages."""
-    return shlex.join(command)

@@ -33,7 +33,7 @@ from vllm_h3_plugin.video.verify import verify
 pytestmark = [pytest.mark.container, pytest.mark.server, pytest.mark.timeout(1800)]
 
 READY_S = 420
-KEY = "a key of thirty-two characters.."
+KEY = "0123456789abcdef" * 2
 
 
 def site_of(environment: Path) -> Path:
@@ -74,7 +74,7 @@ class Built:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     """This checkout's image upon a base that is made of this machine."""
     folder = tmp_path_factory.mktemp("container")
     ensure_uv()
@@ -92,7 +92,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     base = image.Base("localhost/vllm-h3-local-base", digest)
     source = image.Source("0123456789abcdef0123456789abcdef01234567", dirty=False, epoch=1_700_000_000)
     mounts = (Mount(site, HOST_MOUNT), Mount(wheels, WHEELS_MOUNT))
-    return Built(buildah, "", base, source, mounts).build(ROOT, "localhost/vllm-h3-plugin:test")
+    try:
+        yield Built(buildah, "", base, source, mounts).build(ROOT, "localhost/vllm-h3-plugin:test")
+    finally:
+        buildah.remove_all()
 
 
 @dataclass

@@ -25,6 +25,10 @@ HOST_ENVIRONMENT = {
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 
+# The host's deadlines for one request, 600 s each unless set: after the first /v1/videos/sync answers 504, after the
+# second the mp executor ends its workers (vllm_omni/diffusion/executor/multiproc_executor.py).
+DEADLINES = ("VLLM_OMNI_VIDEO_SYNC_TIMEOUT", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT")
+
 
 @dataclass(frozen=True)
 class ServerCommand:
@@ -88,6 +92,8 @@ def server_command(
         "VLLM_PLUGINS": ",".join([*plugins, *(name for name in PLUGINS if name not in plugins)]),
         "H3_RECIPE": profile.recipe,
         **{name: environ.get(name, value) for name, value in HOST_ENVIRONMENT.items()},
+        # A variable that is set to nothing, as compose passes it, is not set.
+        **{name: environ.get(name) or str(profile.request_timeout_s) for name in DEADLINES},
     }
     if run_dir is not None:
         environment["H3_RUN_DIR"] = str(run_dir)

@@ -36,6 +36,11 @@ class Profile(BaseModel):
     attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
     eager: bool = Field(default=False, description="The host's --enforce-eager: nothing is compiled or warmed.")
     ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")
+    request_timeout_s: int = Field(
+        default=3600,
+        ge=1,
+        description="Longest that a request may take, in seconds; the host's deadlines are set to it.",
+    )
 
     def with_flags(self, flags: Mapping[str, object]) -> Profile:
         """This profile with some keys replaced, checked.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ def test_a_verb_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_setting_is_documented() -> None:
     text = (ROOT / "docs" / "SETTINGS.md").read_text(encoding="utf-8")
     assert [variable for variable in known_variables() if f"`{variable}`" not in text] == []
+
+
+def test_every_variable_that_the_code_names_is_documented() -> None:
+    text = (ROOT / "docs" / "SETTINGS.md").read_text(encoding="utf-8")
+    example = (ROOT / ".env.example").read_text(encoding="utf-8")
+    named = {
+        name
+        for path in (ROOT / "vllm_h3_plugin").rglob("*.py")
+        for name in re.findall(
+            r'"((?:VLLM|HF|HUMMING|CUDA|ASCEND|SOURCE|NVIDIA)_[A-Z0-9_]*[A-Z0-9])"', path.read_text()
+        )
+    }
+    assert len(named) > 10
+    assert [name for name in sorted(named) if f"`{name}`" not in text and f"{name}=" not in example] == []
 
 
 def test_every_measurement_in_the_tree_is_complete() -> None:

@@ -89,6 +89,14 @@ def test_the_callers_environment_wins_over_defaults(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE=0" in _command(tmp_path, {"HF_HUB_OFFLINE": "0"})
 
 
+def test_the_hosts_deadlines_are_the_profiles_unless_the_caller_set_them(tmp_path: Path) -> None:
+    # Compose passes a variable that nobody set as an empty one.
+    words = _command(tmp_path, {"VLLM_OMNI_VIDEO_SYNC_TIMEOUT": "", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT": "90"})
+    assert {"VLLM_OMNI_VIDEO_SYNC_TIMEOUT=3600", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT=90"} <= set(words)
+    assert "VLLM_OMNI_VIDEO_SYNC_TIMEOUT=21600" in _command(tmp_path, request_timeout_s=21600)
+    assert load_profile("spark-long").request_timeout_s > load_profile("spark").request_timeout_s > 600
+
+
 def test_unknown_recipe_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="fp9"):
         _command(tmp_path, recipe="fp9")
