@@ -108,6 +108,8 @@ def make_root(root: Path, site: Path, boot_site: Path) -> None:
     (root / "tmp").chmod(0o1777)
     (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (root / "etc" / "group").write_text("root:x:0:\n")
+    # An engine mounts this one; the ranks of a server meet at localhost.
+    (root / "etc" / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
     (root / "etc" / "os-release").write_text("NAME=local\n")
 
     interpreter = base / "bin" / version
