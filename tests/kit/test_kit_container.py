@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.kit.local_base import BASE_ENVIRONMENT, HOST_MOUNT, WHEELS_MOUNT, make_root
@@ -252,7 +254,15 @@ def test_its_health_check_is_content(served: Served, box: Box) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_sigterm_ends_it_within_the_grace_period(served: Served) -> None:
+def test_a_stop_ends_it_and_all_it_started_well_within_the_grace_period(served: Served) -> None:
     server = served.server
+    started = time.monotonic()
     os.kill(server.pid, signal.SIGTERM)
-    assert server.wait() in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
+    assert server.wait() == 130, "as Ctrl-C"
+    assert time.monotonic() - started < 60, "compose.yaml allows 90 s"
+    left = [process.info for process in psutil.process_iter(["pid", "uids", "cmdline"]) if _is_ours(process)]
+    assert left == []
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    return process.info["uids"] is not None and process.info["uids"].real == USER
