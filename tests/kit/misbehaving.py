@@ -36,6 +36,7 @@ class Misbehaving:
     clips: dict[str, bytes]
     key: str | None = None
     recipe: str = "fp8"
+    tasks: tuple[str, ...] = ("fl2va", "t2va")
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     created: list[dict[str, Any]] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)
@@ -124,8 +125,14 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         if self.path == "/v1/h3/info":
-            worker = {"pipeline": PIPELINE, "recipe": self.shop.recipe, "backend": "reference"}
-            worker |= {"attention": "PrefixSDPABackend", "memory": {"device": "cpu"}}
+            worker = {
+                "pipeline": PIPELINE,
+                "recipe": self.shop.recipe,
+                "backend": "reference",
+                "attention": "PrefixSDPABackend",
+                "memory": {"device": "cpu"},
+                "supported_tasks": self.shop.tasks,
+            }
             progress = {"phase": "denoising", "step": 3, "steps": 8, "time": time.time()}
             return self.json(200, {"plugin": __version__, "host": {}, "workers": [worker], "progress": progress})
         _, _, _, job_id, *rest = self.path.split("/")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,7 +194,7 @@ def gone_wrong(handler: Handler) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "words"),
     [
-        (json_instead, (), ["HTTP 200 with application/json", "no clip today"]),
+        (json_instead, (), ["fetching the clip of job video_1 gave HTTP 200, application/json", "no clip today"]),
         (gone_wrong, (), ["HTTP 500", "the disk has died"]),
         (away, (), ["HTTP 302", "/elsewhere", "redirects are not followed"]),
         (cut, (), ["could not be fetched whole in 3 attempts", "the same command"]),
@@ -306,6 +307,14 @@ def test_a_server_without_the_plugin_proves_nothing(smoke: Smoke, monkeypatch: p
     assert smoke.files() == []
 
 
+@pytest.mark.parametrize(("tasks", "fix"), [(("t2va",), "Give --only t2va"), (("ref2va",), "FL2VA folder")])
+def test_a_server_that_makes_other_clips_is_not_asked(smoke: Smoke, tasks: tuple[str, ...], fix: str) -> None:
+    smoke.server.tasks = tasks
+    _, err = smoke("--only", "first-frame", code=2)
+    assert "cannot make a clip of the kind first-frame" in err and ", ".join(tasks) in err and fix in err
+    assert smoke.server.created == []
+
+
 def test_a_failed_job_tells_why_and_the_next_run_asks_for_another(smoke: Smoke) -> None:
     def fail(handler: Handler) -> None:
         error = {"code": 500, "message": "out of memory in step 3"}
@@ -333,7 +342,12 @@ def test_a_server_that_dies_after_the_job_was_created_is_waited_for(smoke: Smoke
 
 def test_a_server_that_stays_away_is_given_up_and_the_job_kept(smoke: Smoke) -> None:
     smoke.server.hold.set()
-    threading.Thread(target=lambda: smoke.server.asked.wait(20) and smoke.server.stop()).start()
+
+    def go_away() -> None:
+        assert smoke.server.asked.wait(20)
+        smoke.server.stop()
+
+    threading.Thread(target=go_away).start()
     _, err = smoke("--reconnect", "0.4", code=7)
     assert "has not answered about job video_1" in err and "the same command" in err
     assert smoke.record()["state"] == "created"
@@ -440,8 +454,10 @@ def test_two_at_once_make_two_clips(server: Misbehaving, tmp_path: Path) -> None
     threads = [threading.Thread(target=lambda: made.append(make(server, tmp_path, order))) for _ in range(2)]
     for thread in threads:
         thread.start()
+    patience = time.monotonic() + 20
     while len(server.jobs) < 2:
-        assert server.asked.wait(20)
+        assert time.monotonic() < patience
+        time.sleep(0.01)
     server.hold.clear()
     for thread in threads:
         thread.join(20)

@@ -15,7 +15,7 @@ import typer
 from vllm_h3_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_h3_plugin.serving.client import VideoRequest
+    from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
     from vllm_h3_plugin.serving.clip_maker import Made
     from vllm_h3_plugin.serving.clip_order import Order
 
@@ -44,6 +44,7 @@ class Kind(StrEnum):
     first_frame = "first-frame"
 
 
+_TASKS = {Kind.t2va: "t2va", Kind.first_frame: "fl2va"}
 _PROMPTS = {Kind.t2va: "a red kite over a harbour at dusk", Kind.first_frame: "the kite dives"}
 
 
@@ -111,7 +112,6 @@ def smoke(
     from vllm_h3_plugin.serving.client import VideoClient, callers_key
     from vllm_h3_plugin.serving.clip_record import server_facts
     from vllm_h3_plugin.serving.limits import Limits
-    from vllm_h3_plugin.serving.server import prove_active
     from vllm_h3_plugin.video.tools import find_ffmpeg
 
     if request is not None:
@@ -125,38 +125,50 @@ def smoke(
     limits = Limits(total_s=timeout, stall_s=stall, reconnect_s=reconnect, max_bytes=max_mib << 20)
     console = stderr()
     made: list[Made] = []
-    with VideoClient(url, api_key=callers_key(), limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
-        client.info()  # tells a missing key and a missing server apart from a missing plugin
-        info = prove_active(client.http)
-        if request is not None:
-            orders = [_recorded(request)]
-        else:
-            width, height, length, evaluations = _defaults(info, full=full)
-            width, height = dimensions or (width, height)
-            orders = _orders(
-                _video(width, height, seconds or length, steps or evaluations, seed),
-                [only] if only else list(Kind),
-                prompt,
-                first_frame,
-                Path(scratch),
-            )
-            orders = [replace(order, any_seed=seed is None, again=again) for order in orders]
-        try:
+    try:
+        with VideoClient(url, api_key=callers_key(), limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
+            info = _prove(client)
+            if request is not None:
+                orders = [_recorded(request)]
+            else:
+                kinds = [only] if only else list(Kind)
+                _require_tasks(info, kinds)
+                width, height, length, evaluations = _defaults(info, full=full)
+                width, height = dimensions or (width, height)
+                video = _video(width, height, seconds or length, steps or evaluations, seed)
+                orders = [
+                    replace(order, any_seed=seed is None, again=again)
+                    for order in _orders(video, kinds, prompt, first_frame, Path(scratch))
+                ]
             for order in orders:
                 made.append(make_shown(client, order, folder, console, server=server_facts(info)))
                 if not as_json:
                     stdout().print(_closing(made[-1]), markup=False)
-        except KeyboardInterrupt:
-            console.print(
-                f"interrupted: the server goes on with a job that it has begun. The same command picks it up, "
-                f"from what is kept in {folder}.",
-                markup=False,
-            )
-            if as_json:
-                emit_json(False, interrupted=True, clips=[_as_dict(clip) for clip in made])
-            raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt:
+        console.print(
+            "interrupted: the server goes on with a job that it has begun. The same command picks it up, "
+            f"from what is kept in {folder}.",
+            markup=False,
+        )
+        if as_json:
+            emit_json(False, interrupted=True, clips=[_as_dict(clip) for clip in made])
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         emit_json(True, url=url, clips=[_as_dict(clip) for clip in made])
+
+
+def _prove(client: VideoClient) -> dict[str, Any]:
+    """``/v1/h3/info`` of a server in which the plugin is active."""
+    import httpx
+
+    from vllm_h3_plugin.serving.answers import unreachable
+    from vllm_h3_plugin.serving.server import prove_active
+
+    client.info()  # tells a missing key and a missing server apart from a missing plugin
+    try:
+        return prove_active(client.http)
+    except httpx.RequestError as exc:
+        raise unreachable(client.http, exc) from exc
 
 
 def _alone(**options: object) -> None:
@@ -186,6 +198,18 @@ def _defaults(info: dict[str, Any], *, full: bool) -> tuple[int, int, float, int
         return _FULL
     memory = [worker.get("memory") or {} for worker in info["workers"]]
     return _TINY if all(part.get("device") == "cpu" for part in memory) else _SMALL
+
+
+def _require_tasks(info: dict[str, Any], kinds: list[Kind]) -> None:
+    tasks = info["workers"][0].get("supported_tasks")
+    for kind in kinds:
+        if tasks and _TASKS[kind] not in tasks:
+            can = [other.value for other in Kind if _TASKS[other] in tasks]
+            raise UsageError(
+                f"the server cannot make a clip of the kind {kind.value}",
+                why=f"what it serves makes {', '.join(tasks)}",
+                fix=f"Give --only {can[0]}." if can else "Serve the checkpoint's FL2VA folder for a smoke test.",
+            )
 
 
 def _video(width: int, height: int, seconds: float, steps: int, seed: int | None) -> VideoRequest:

@@ -14,7 +14,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
@@ -247,8 +246,7 @@ class VideoClient:
                 return Outcome(job, *times)
             started = time.monotonic()
             try:
-                path = f"/v1/videos/{quote(job_id, safe='')}/content"
-                nbytes = download(self.http, path, part, deadline, self.limits.max_bytes)
+                nbytes = download(self.http, job_id, part, deadline, self.limits.max_bytes)
                 return Outcome(job, *times, time.monotonic() - started, nbytes)
             except httpx.RequestError as exc:
                 if attempt == _DOWNLOADS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 
@@ -15,8 +16,8 @@ from vllm_h3_plugin.serving.limits import Deadline
 _ERROR_BYTES = 64 << 10
 
 
-def download(http: httpx.Client, path: str, part: Path, deadline: Deadline, max_bytes: int) -> int:
-    """Stream ``path`` of the server into ``part``, which is new; whatever goes wrong, it is gone again.
+def download(http: httpx.Client, job_id: str, part: Path, deadline: Deadline, max_bytes: int) -> int:
+    """Stream the clip of a job into ``part``, which is new; whatever goes wrong, it is gone again.
 
     Returns:
         Bytes written: as many as ``Content-Length`` says, where the server says it.
@@ -27,33 +28,35 @@ def download(http: httpx.Client, path: str, part: Path, deadline: Deadline, max_
         BusyError: the disk is full.
         UsageError: the file cannot be written.
     """
+    path = f"/v1/videos/{quote(job_id, safe='')}/content"
+    what = f"the clip of job {job_id}"
     try:
         # Compression would hide how many bytes are to come, and clips do not shrink.
         with http.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
-            _require_clip(answer, path, deadline, max_bytes)
-            return _write(answer, path, part, deadline, max_bytes)
+            _require_clip(answer, what, deadline, max_bytes)
+            return _write(answer, what, part, deadline, max_bytes)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
 
 
-def _require_clip(answer: httpx.Response, path: str, deadline: Deadline, max_bytes: int) -> None:
-    kind = answer.headers.get("content-type", "")
+def _require_clip(answer: httpx.Response, what: str, deadline: Deadline, max_bytes: int) -> None:
+    kind = answer.headers.get("content-type") or "no content type"
     coding = answer.headers.get("content-encoding", "identity")
-    what = f"hand out the clip ({path})"
-    if not answer.is_success:
-        raise refusal(Answer(answer.status_code, _words(answer, deadline), answer.headers.get("location")), what)
-    if kind.partition(";")[0].strip().lower() != "video/mp4" or coding != "identity":
-        body = Answer(answer.status_code, _words(answer, deadline))
-        seen = kind or "no content type" if coding == "identity" else f"{kind} in {coding}"
+    seen = kind if coding == "identity" else f"{kind} in {coding}"
+    is_clip = kind.partition(";")[0].strip().lower() == "video/mp4" and coding == "identity"
+    if not (answer.is_success and is_clip):
+        body = Answer(answer.status_code, _words(answer, deadline), answer.headers.get("location"))
+        if answer.is_redirect or answer.status_code in (401, 403):
+            raise refusal(body, f"hand out {what}")
         raise ServerError(
-            f"GET {path} gave HTTP {answer.status_code} with {seen}, wanted video/mp4",
+            f"fetching {what} gave HTTP {answer.status_code}, {seen}",
             why=body.message,
             fix="The clip was not saved; the server's log says more.",
         )
     told = answer.headers.get("content-length", "")
     if told.isdecimal() and int(told) > max_bytes:
-        raise _too_large(path, f"{int(told)} bytes", max_bytes)
+        raise _too_large(what, f"{int(told)} bytes", max_bytes)
 
 
 def _words(answer: httpx.Response, deadline: Deadline) -> str:
@@ -67,24 +70,24 @@ def _words(answer: httpx.Response, deadline: Deadline) -> str:
     return body.decode("utf-8", errors="replace")
 
 
-def _write(answer: httpx.Response, path: str, part: Path, deadline: Deadline, max_bytes: int) -> int:
+def _write(answer: httpx.Response, what: str, part: Path, deadline: Deadline, max_bytes: int) -> int:
     written = 0
     try:
         with part.open("xb") as file:
             for block in answer.iter_raw():
                 written += len(block)
                 if written > max_bytes:
-                    raise _too_large(path, "more", max_bytes)
+                    raise _too_large(what, "more", max_bytes)
                 file.write(block)
-                deadline.check(f"the download of {path}")
+                deadline.check(f"the download of {what}")
     except OSError as exc:
         raise _cannot_write(part, exc) from exc
     return written
 
 
-def _too_large(path: str, size: str, max_bytes: int) -> ServerError:
+def _too_large(what: str, size: str, max_bytes: int) -> ServerError:
     return ServerError(
-        f"the body of GET {path} has {size}, {max_bytes} are allowed",
+        f"{what} has {size}, {max_bytes} are allowed",
         why="no clip of H3 is that large",
         fix="The clip was not saved; raise --max-mib if it is right.",
     )
