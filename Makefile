@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
-.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean preflight build provenance
+.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean preflight smoke verify build provenance
 
 help:  ## Show this help.
 	@echo "vllm-h3-plugin: MiniMax-H3 on hardware that is too small for it."
@@ -62,6 +62,13 @@ test-gpu: setup  ## Tests that need a CUDA device, on HOST; keeps their figures 
 
 preflight: .venv-kit/ready  ## Check this machine before anything is built or started (ARGS=--deep reads every shard).
 	@.venv-kit/bin/vllm-h3 preflight $(ARGS)
+
+smoke: .venv-kit/ready  ## Make two clips through the running server and verify them (ARGS=--full for full size).
+	@.venv-kit/bin/vllm-h3 smoke $(ARGS)
+
+# By the shell's variable: make hands FILE on, and a name may hold spaces.
+verify: .venv-kit/ready  ## Verify the newest clip of `make smoke`, or FILE='my clip.mp4'.
+	@.venv-kit/bin/vllm-h3 verify $${FILE:+"$$FILE"} $(ARGS)
 
 # Light: a machine that only starts containers needs no 8.5 GB of host for its checks.
 .venv-kit/ready: pyproject.toml

@@ -167,42 +167,27 @@ def _serve_and_make(
             markup=False,
         )
         request = VideoRequest("a red kite over a harbour at dusk", size, size, frames, steps, seed)
-        first = _make(client, request, folder / "t2va.mp4", console)
+        first = _make(client, "t2va", request, folder, info, console)
         still = _first_frame(first.path, folder / "t2va-first-frame.png")
         guided = VideoRequest("the kite dives", size, size, frames, steps, seed, references=(still,))
-        second = _make(client, guided, folder / "fl2va.mp4", console)
+        second = _make(client, "fl2va", guided, folder, info, console)
         return server.ready_s, [first, second]
 
 
-def _make(client: VideoClient, request: VideoRequest, final: Path, console: Console) -> Clip:
-    from vllm_h3_plugin.serving.client import Watch
-    from vllm_h3_plugin.video.promote import part_path, promote
+def _make(
+    client: VideoClient, name: str, request: VideoRequest, folder: Path, info: dict[str, Any], console: Console
+) -> Clip:
+    from vllm_h3_plugin.cli.making import make_shown
+    from vllm_h3_plugin.serving.clip_order import Order
+    from vllm_h3_plugin.serving.clip_record import server_facts
     from vllm_h3_plugin.video.sheet import write_sheet
-    from vllm_h3_plugin.video.verdict import Expectation
-    from vllm_h3_plugin.video.verify import verify
 
-    part = part_path(final)
     started = time.monotonic()
-    try:
-        with console.status(f"{final.name}: sent") as status:
-
-            def show(look: Watch) -> None:
-                step = f" {look.step}/{look.steps}" if look.steps else ""
-                status.update(f"{final.name}: {look.phase}{step}, {look.seconds:.1f} s")
-
-            client.make(request, part, show)
-            request_s = time.monotonic() - started
-            status.update(f"{final.name}: verifying")
-            verdict = verify(part, Expectation(width=request.width, height=request.height, frames=request.frames))
-            verdict.raise_if_failed()
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    promote(part, final)
-    sheet = write_sheet(final, final.with_suffix(".png"))
-    assert verdict.facts is not None
-    console.print(f"{final.name}: {verdict.facts.frames} frames with sound, made and verified", markup=False)
-    return Clip(final.stem, final, sheet, verdict.facts.sha256, round(request_s, 2))
+    made = make_shown(client, Order(name, request), folder, console, server=server_facts(info))
+    request_s = time.monotonic() - started
+    sheet = write_sheet(made.path, made.path.with_suffix(".png"))
+    console.print(f"{made.path.name}: {made.frames} frames with sound, made and verified", markup=False)
+    return Clip(name, made.path, sheet, made.sha256, round(request_s, 2))
 
 
 def _first_frame(clip: Path, out: Path) -> Path:

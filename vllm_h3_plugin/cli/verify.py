@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
+from vllm_h3_plugin.cli.smoke import CLIPS
 from vllm_h3_plugin.errors import ClipError, H3Error, UsageError
 
 if TYPE_CHECKING:
@@ -20,7 +22,12 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def verify(
-    files: list[Path] = typer.Argument(..., metavar="FILE...", help="The clips.", show_default=False),
+    files: list[Path] | None = typer.Argument(
+        None,
+        metavar="[FILE...]",
+        help="The clips. [default: the newest of `vllm-h3 smoke`, in clips]",
+        show_default=False,
+    ),
     frames: int | None = typer.Option(
         None, "--frames", help="Frames asked of the server (its num_frames); 96 is met by a clip of 107."
     ),
@@ -50,11 +57,13 @@ def verify(
 
     Picture and sound are decoded twice, by PyAV and by the ffmpeg program, and the two must agree on every picture
     bit for bit. MiniMax-H3 makes 24 fps, 17n+5 frames, and AAC sound at 32 kHz in stereo; the options say what was
-    asked, in the words of the request, and the clip is held to what H3 makes of that. If FILE.sha256 is beside a
+    asked, in the words of the request, and the clip is held to what H3 makes of that. Without --frames, --seconds and
+    --size a clip of `vllm-h3 smoke` is held to the request in NAME.json beside it. If FILE.sha256 is beside a
     clip, it is checked. (A damaged byte does not always break a decoder; a checksum always tells.)
 
     \b
     Examples:
+      vllm-h3 verify
       vllm-h3 verify clip.mp4
       vllm-h3 verify clip.mp4 --size 768x448 --seconds 5
       vllm-h3 verify out/*.mp4 --frames 96 --strict --json
@@ -68,11 +77,13 @@ def verify(
       9  no ffmpeg: install it or imageio-ffmpeg, or set H3_FFMPEG
     """
     expectation = _expectation(frames, seconds, size, fps, allow_silent)
+    recorded = frames is None and seconds is None and size is None
+    files = files or [_newest(CLIPS)]
     sheets = _sheets(files, sheet, force=force)
     reports = []
     failed = False
     for file in files:
-        verdict = _verify(file, expectation, strict=strict)
+        verdict = _verify(file, _recorded(file, expectation) if recorded else expectation, strict=strict)
         error: H3Error | None = verdict.error()
         written: dict[str, str] = {}
         if not as_json:
@@ -120,6 +131,29 @@ def _expectation(
     return Expectation(
         width=width, height=height, frames=frames, seconds=seconds, fps=rate, audio_required=not allow_silent
     )
+
+
+def _newest(folder: Path) -> Path:
+    clips = sorted(folder.glob("*.mp4"), key=lambda path: path.stat().st_mtime_ns)
+    if not clips:
+        raise UsageError(
+            f"no clip in {folder.absolute()}",
+            why="no FILE was named, and the newest clip is looked for there",
+            fix="Make one with `vllm-h3 smoke`, or name a file: `make verify FILE=clip.mp4`.",
+        )
+    stderr().print(f"the newest of {len(clips)} in {folder}: {clips[-1].name}", markup=False)
+    return clips[-1]
+
+
+def _recorded(file: Path, expectation: Expectation) -> Expectation:
+    """What the record beside a clip says was asked; else the expectation as it is."""
+    from vllm_h3_plugin.serving.clip_record import read_record
+
+    record = read_record(file.with_suffix(".json"))
+    if record is None or record.name != file.stem:
+        return expectation
+    asked = record.request
+    return replace(expectation, width=asked.width, height=asked.height, frames=asked.frames)
 
 
 def _sheets(files: list[Path], sheet: Path | None, *, force: bool) -> dict[Path, Path]:

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the video API: create a job, watch it, fetch the clip. Nothing is kept that the server calls an error."""
+"""A client of the video API: create a job, watch it, fetch the clip. Nothing is kept that the server calls an error.
+
+A job outlives the connection that made it. So does this client: whatever breaks after the job was created, it looks for
+the job again, with growing pauses, until the job's time is over.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import os
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from vllm_h3_plugin.errors import ServerError, UsageError
+from vllm_h3_plugin import settings
+from vllm_h3_plugin.errors import H3Error, ServerError, UsageError
+from vllm_h3_plugin.serving.answers import ask, describe, refusal, unreachable
+from vllm_h3_plugin.serving.api_key import read_api_key
+from vllm_h3_plugin.serving.download import download
+from vllm_h3_plugin.serving.limits import Deadline, Limits
+from vllm_h3_plugin.serving.watching import LOST_TOUCH, OnLook, Outcome, Watch, rest, watch
 
-_POLL_S = 0.25
+_CREATES = 3
+"""Times that a job is asked for before an answer came; a server that knows Idempotency-Key makes one job of them."""
+_DOWNLOADS = 3
+_LOST = (502, 504)
+"""What a proxy answers for a server that may have understood all the same."""
 
 # The host takes these names only; with an explicit size the name decides nothing, but t2va is refused without one
 # (vLLM-Omni 0.30.0 model_executor/models/minimax_h3/preprocessing.py:39).
@@ -65,17 +80,6 @@ class VideoRequest:
             raise UsageError(f"reference {exc.filename} cannot be read", why=exc.strerror or str(exc)) from exc
 
 
-@dataclass(frozen=True)
-class Watch:
-    """One look at a running job."""
-
-    seconds: float
-    status: str
-    phase: str
-    step: int
-    steps: int | None
-
-
 def nearest_ratio(width: int, height: int) -> str:
     """The aspect ratio's name that is nearest to a size, by quotient."""
     return min(_ASPECT_RATIOS, key=lambda name: abs(math.log(_ASPECT_RATIOS[name] * height / width)))
@@ -86,15 +90,45 @@ def authorization(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
+def callers_key() -> str | None:
+    """The key that a caller sends: from the file that ``H3_API_KEY_FILE`` names, else ``VLLM_API_KEY``.
+
+    Raises:
+        SettingsError: the file holds no key.
+    """
+    path = settings.load().api_key_file
+    return read_api_key(path) if path else os.environ.get("VLLM_API_KEY") or None
+
+
 class VideoClient:
     """Talks to one server."""
 
-    def __init__(self, url: str, *, timeout_s: float = 30, api_key: str | None = None) -> None:
-        self._http = httpx.Client(base_url=url, timeout=timeout_s, headers=authorization(api_key))
+    def __init__(
+        self, url: str, *, timeout_s: float = 120, api_key: str | None = None, limits: Limits | None = None
+    ) -> None:
+        """
+        Args:
+            url: the server's address.
+            timeout_s: seconds without a byte after which a connection counts as dead; ``limits`` wins.
+            api_key: the server's key.
+
+        Raises:
+            UsageError: the address is none.
+        """
+        self.limits = limits or Limits(stall_s=timeout_s)
+        self.url = url.rstrip("/")
+        self.http = httpx.Client(
+            base_url=_checked(url),
+            timeout=httpx.Timeout(self.limits.stall_s, connect=min(10.0, self.limits.stall_s)),
+            headers=authorization(api_key),
+            follow_redirects=False,
+            # A proxy named in the environment reaches its own 127.0.0.1, not ours.
+            trust_env=not _is_here(url),
+        )
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self.http.close()
 
     def __enter__(self) -> VideoClient:
         return self
@@ -102,7 +136,7 @@ class VideoClient:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def make(self, request: VideoRequest, part: Path, on_look: Callable[[Watch], None] | None = None) -> dict[str, Any]:
+    def make(self, request: VideoRequest, part: Path, on_look: OnLook | None = None) -> dict[str, Any]:
         """Create a job, wait for its end and stream its clip into ``part``.
 
         Args:
@@ -114,71 +148,132 @@ class VideoClient:
         Raises:
             ServerError: the request was refused, the job failed, or the answer is no clip; carries the server's words.
         """
-        job = self._json(
-            self._http.post("/v1/videos", data=request.form(), files=request.files() or None), "create a video"
-        )
-        for look in self._looks(str(job["id"])):
-            if on_look:
-                on_look(look)
-        job = self._json(self._http.get(f"/v1/videos/{job['id']}"), "read the job")
-        if job["status"] != "completed":
-            error = job.get("error") or {}
+        deadline = Deadline(self.limits.total_s)
+        job = self.create(request, deadline)
+        outcome = self.complete(str(job["id"]), part, deadline, on_look)
+        if outcome is None:
+            raise ServerError(f"the server no longer knows job {job['id']}", why="it was started again, or deleted it")
+        failure = outcome.failure()
+        if failure is not None:
+            raise failure
+        return outcome.job
+
+    def info(self) -> dict[str, Any]:
+        """``/v1/h3/info``; empty where the plugin is not active.
+
+        Raises:
+            ServerError: the server does not answer, or wants a key.
+        """
+        try:
+            answer = ask(self.http, Deadline(self.limits.stall_s), "GET", "/v1/h3/info")
+        except httpx.RequestError as exc:
+            raise unreachable(self.http, exc) from exc
+        if answer.status == 200:
+            return answer.json() or {}
+        if answer.status == 404:
+            return {}
+        raise refusal(answer, "tell what it runs")
+
+    def create(self, request: VideoRequest, deadline: Deadline, key: str | None = None) -> dict[str, Any]:
+        """Create a job and return it, with its ``id``.
+
+        Args:
+            key: sent as ``Idempotency-Key``: servers that know it make one job of several attempts with one key.
+
+        Raises:
+            H3Error: it was refused, with the server's words; ``details["answered"]`` is false if no answer came, and
+                there may be a job then.
+        """
+        headers = {} if key is None else {"Idempotency-Key": key}
+        sent = {"data": request.form(), "files": request.files() or None, "headers": headers}
+        attempt = 0
+        while True:
+            attempt += 1
+            cause: httpx.RequestError | None = None
+            try:
+                answer = ask(self.http, deadline, "POST", "/v1/videos", **sent)
+                if answer.status not in _LOST:
+                    break
+                lost: H3Error = refusal(answer, "create a video")
+            except ServerError as exc:  # the time is over, or the answer has no end
+                exc.details["answered"] = False
+                raise
+            except httpx.RequestError as exc:
+                lost, cause = unreachable(self.http, exc), exc
+            # Without a key each attempt might be a job.
+            if attempt == _CREATES or key is None:
+                lost.details["answered"] = False
+                raise lost from cause
+            rest(deadline, self.limits, attempt)
+        job = answer.json()
+        if not 200 <= answer.status < 300:
+            raise refusal(answer, "create a video")
+        if job is None or not job.get("id"):
             raise ServerError(
-                f"job {job['id']} {job['status']}", why=str(error.get("message", "the server gave no reason"))
+                f"POST /v1/videos gave HTTP {answer.status} without a job",
+                why=answer.message,
+                fix="Check --url: another program may answer there.",
             )
-        self._download(str(job["id"]), part)
         return job
 
-    def _looks(self, job_id: str) -> Iterator[Watch]:
-        started = time.monotonic()
-        while True:
-            answer = self._http.get(f"/v1/videos/{job_id}")
-            # The host answers 500 for a failed job; its body still says so.
-            status = str(answer.json().get("status", "failed")) if answer.status_code in (200, 500) else "failed"
-            if status in ("completed", "failed"):
-                if answer.status_code >= 400:
-                    self._json(answer, "make the video")
-                return
-            progress = self._progress()
-            yield Watch(
-                time.monotonic() - started,
-                status,
-                str(progress.get("phase", status)),
-                int(progress.get("step") or 0),
-                progress.get("steps"),
-            )
-            time.sleep(_POLL_S)
+    def complete(self, job_id: str, part: Path, deadline: Deadline, on_look: OnLook | None = None) -> Outcome | None:
+        """Wait for a job's end and stream its clip into ``part``, which is new.
 
-    def _progress(self) -> dict[str, Any]:
-        answer = self._http.get("/v1/h3/info")
-        return (answer.json().get("progress") or {}) if answer.status_code == 200 else {}
+        Returns:
+            How it ended; None if the server does not know the job (any more).
 
-    def _download(self, job_id: str, part: Path) -> None:
-        with self._http.stream("GET", f"/v1/videos/{job_id}/content") as answer:
-            kind = answer.headers.get("content-type", "")
-            if answer.status_code != 200 or not kind.startswith("video/mp4"):
-                answer.read()
-                raise ServerError(
-                    f"fetching the clip of job {job_id} gave HTTP {answer.status_code}, {kind or 'no content type'}",
-                    why=answer.text[:500],
-                    fix="The clip was not saved; the server's log says more.",
-                )
-            with part.open("xb") as file:
-                for block in answer.iter_bytes():
-                    file.write(block)
+        Raises:
+            ServerError: the time is over, the server stayed away, or what it handed out is no clip.
+            BusyError: the disk is full.
+        """
+        running: float | None = None
 
-    @staticmethod
-    def _json(answer: httpx.Response, what: str) -> dict[str, Any]:
-        if answer.status_code >= 400:
-            raise ServerError(f"the server refused to {what}: HTTP {answer.status_code}", why=_message(answer))
-        content: dict[str, Any] = answer.json()
-        return content
+        def look(seen: Watch) -> None:
+            nonlocal running
+            running = seen.seconds if running is None and seen.status == "in_progress" else running
+            if on_look:
+                on_look(seen)
+
+        began = time.monotonic()
+        for attempt in range(1, _DOWNLOADS + 1):
+            job = watch(self.http, job_id, deadline, self.limits, look)
+            if job is None:
+                return None
+            seen_s = time.monotonic() - began - (running or 0.0)
+            generation = job.get("inference_time_s")
+            times = running, float(generation) if isinstance(generation, int | float) else seen_s
+            if job["status"] != "completed":
+                return Outcome(job, *times)
+            started = time.monotonic()
+            try:
+                nbytes = download(self.http, job_id, part, deadline, self.limits.max_bytes)
+                return Outcome(job, *times, time.monotonic() - started, nbytes)
+            except httpx.RequestError as exc:
+                if attempt == _DOWNLOADS:
+                    raise ServerError(
+                        f"the clip of job {job_id} could not be fetched whole in {_DOWNLOADS} attempts",
+                        why=describe(exc),
+                        fix="Nothing of it was kept; the same command fetches it again.",
+                    ) from exc
+                look(Watch(time.monotonic() - began, LOST_TOUCH, describe(exc), 0, None))
+            rest(deadline, self.limits, attempt)
+        raise AssertionError("the last attempt returns or raises")
 
 
-def _message(answer: httpx.Response) -> str:
+def _checked(url: str) -> str:
+    fault: H3Error = UsageError(f"--url {url}", why="it is no address", fix="Give one such as http://127.0.0.1:8000.")
     try:
-        body = answer.json()
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as exc:
+        raise fault from exc
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise fault
+    return url
+
+
+def _is_here(url: str) -> bool:
+    host = httpx.URL(url).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return answer.text[:500]
-    error = body.get("error", body) if isinstance(body, dict) else body
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+        return host == "localhost"
