@@ -77,7 +77,7 @@ class Settings(BaseModel):
     api_key_file: Path | None = Field(
         default=None,
         description="File with the key that callers of `/v1` must send. `vllm-h3 serve` gives it to the server, "
-        "`vllm-h3 health` sends it. An empty file is refused.",
+        "`vllm-h3 health`, `status` and `smoke` send it. An empty file is refused.",
     )
     cache_dir: Path = Field(
         default=Path("~/.cache/vllm-h3"),

@@ -25,12 +25,9 @@ from tools.environment import BOOT, ROOT, ensure_uv
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
-from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.command import ServerCommand
 from vllm_h3_plugin.serving.provenance import content_digest
 from vllm_h3_plugin.serving.server import Server, free_port
-from vllm_h3_plugin.video.verdict import Expectation
-from vllm_h3_plugin.video.verify import verify
 
 pytestmark = [pytest.mark.container, pytest.mark.server, pytest.mark.timeout(1800)]
 
@@ -237,12 +234,27 @@ def test_the_server_in_it_is_this_build_and_asks_for_the_key(served: Served, bui
     assert KEY not in served.log.read_text()
 
 
-def test_a_clip_comes_out_of_it_and_verifies(served: Served, tmp_path: Path) -> None:
-    server = served.server
-    clip = tmp_path / "clip.mp4"
-    with VideoClient(server.command.url, api_key=KEY) as client:
-        client.make(VideoRequest("a red kite", 64, 64, 96, 2, 1), clip)
-    verify(clip, Expectation(width=64, height=64, frames=96)).raise_if_failed()
+def test_smoke_passes_against_it(served: Served, box: Box, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "vllm-h3"),
+            "smoke",
+            "--url",
+            served.server.command.url,
+            "--steps",
+            "2",
+            "--json",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "H3_API_KEY_FILE": str(box.key_file)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["ok"] is True
+    clips = sorted((tmp_path / "clips").glob("*.mp4"))
+    assert len(clips) == 2 and all(clip.with_name(f"{clip.name}.sha256").is_file() for clip in clips)
 
 
 def test_its_health_check_is_content(served: Served, box: Box) -> None:

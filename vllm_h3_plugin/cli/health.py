@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import typer
@@ -29,15 +28,11 @@ def health(
     """
     import httpx
 
-    from vllm_h3_plugin import settings
     from vllm_h3_plugin.cli.console import emit_json, stdout
-    from vllm_h3_plugin.serving.api_key import read_api_key
-    from vllm_h3_plugin.serving.client import authorization
+    from vllm_h3_plugin.serving.client import authorization, callers_key
     from vllm_h3_plugin.serving.health import check_health
 
-    key_file = settings.load().api_key_file
-    key = read_api_key(key_file) if key_file else os.environ.get("VLLM_API_KEY")
-    with httpx.Client(base_url=url, timeout=timeout, headers=authorization(key)) as http:
+    with httpx.Client(base_url=url, timeout=timeout, headers=authorization(callers_key())) as http:
         doing = check_health(http, stuck_after_s=stuck_after, now=time.time())
     stdout().print(doing, markup=False)
     if as_json:
