@@ -85,8 +85,8 @@ def settings_document() -> str:
     table = "\n".join(["| Variable | Default | Meaning |", "| --- | --- | --- |", *rows])
     return (
         f"{NOTICE}\n# Settings\n\nEnvironment variables that the plugin and `vllm-h3` read. An `H3_*` variable that is "
-        f"not listed here is refused with the nearest known name, so that a typo cannot mean the default.\n\n{table}\n\n"
-        "## Variables of others\n\n| Variable | Meaning |\n| --- | --- |\n"
+        f"not listed here is refused with the nearest known name, so that a typo cannot mean the default.\n\n{table}\n"
+        "\n## Variables of others\n\n| Variable | Meaning |\n| --- | --- |\n"
         + "".join(f"| `{name}` | {meaning} |\n" for name, meaning in OTHERS.items())
         + "\nThe compose files read further ones (`VLLM_H3_*`, `ASCEND_*`), each explained in "
         "[.env.example](../.env.example).\n"
