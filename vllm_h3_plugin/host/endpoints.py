@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+import psutil
 from fastapi import FastAPI
 from starlette.datastructures import State
 
@@ -39,9 +41,15 @@ def _info() -> dict[str, Any]:
         "host": {name: version(name) for name in ("vllm", "vllm-omni", "torch")},
         "workers": run_state.read_workers(),
         "progress": run_state.read(run_state.PROGRESS),
+        "server": _server(),
         "guard": admission.describe(),
         "provenance": _provenance(),
     }
+
+
+def _server() -> dict[str, float]:
+    started = psutil.Process().create_time()
+    return {"started_at": started, "uptime_s": round(max(0.0, time.time() - started), 1)}
 
 
 @cache
