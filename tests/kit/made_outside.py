@@ -79,6 +79,7 @@ class Served:
     info_status: int = 200
     progress: dict[str, Any] = field(default_factory=lambda: dict(IDLE))
     jobs: list[dict[str, Any]] = field(default_factory=list)
+    in_flight: int = 0
     mute: bool = False
     version: str = __version__
 
@@ -102,6 +103,7 @@ class Served:
             "host": {"vllm": "0.30.0", "vllm-omni": "0.30.0", "torch": "2.11.0"},
             "workers": [{"pipeline": PIPELINE, "recipe": "fp8", "backend": "cutlass", "memory": memory}],
             "progress": self.progress,
+            "requests": {"in_flight": self.in_flight},
             "server": {"started_at": NOW - 7980, "uptime_s": 7980.0},
             "guard": {"active": True, "available_bytes": 31 * GIB, "floor_bytes": 6 * GIB},
             "provenance": {"image": {"revision": "3eb87f7", "base": "name@sha256:1"}},

@@ -68,6 +68,20 @@ def test_a_request_that_is_no_job_is_waited_for_too(running: MadeOutside, verb: 
     assert ended.code == 0 and "waiting for the job: a request (denoising, step 7 of 50" in ended.err
 
 
+def test_a_clip_that_is_being_encoded_for_a_waiting_caller_is_waited_for(running: MadeOutside, verb: Verb) -> None:
+    """The worker is idle then, and there is no job: only the request is still in flight."""
+    running.server.in_flight = 1
+
+    def sent() -> None:
+        assert running.words == []
+        running.server.in_flight = 0
+
+    running.at(10, sent)
+    running.at(11, lambda: freed(running))
+    ended = verb("down")
+    assert ended.code == 0 and "waiting for the job: a request (preparing or encoding)" in ended.err
+
+
 def test_after_the_timeout_nothing_is_stopped(running: MadeOutside, verb: Verb) -> None:
     running.server.progress, running.server.jobs = denoising(), [job()]
     ended = verb("down", "--timeout", "60")

@@ -60,6 +60,13 @@ def test_a_busy_server_tells_job_step_time_left_and_queue(running: MadeOutside, 
     assert ended.answer["state"] == "busy" and ended.answer["seconds_left"] == 343.0 and ended.answer["waiting"] == 2
 
 
+def test_a_caller_who_waits_for_the_clip_itself_keeps_it_busy(running: MadeOutside, verb: Verb) -> None:
+    running.server.in_flight = 2
+    ended = verb("status", "--json")
+    assert ended.code == 0 and "busy: preparing a request, or encoding its clip" in ended.out
+    assert "a request of /v1/videos/sync; 1 waiting" in ended.out and ended.answer["in_flight"] == 2
+
+
 def test_a_stuck_request_is_unhealthy_with_the_remedy(running: MadeOutside, verb: Verb) -> None:
     running.server.progress = denoising(seconds_ago=1900)
     ended = verb("status")

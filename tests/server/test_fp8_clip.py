@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -78,6 +79,17 @@ def test_status_follows_a_real_server_through_a_job(fp8: Running, tmp_path: Path
     assert all(seen["jobs"][0]["id"] and seen["waiting"] == 0 for seen in steps)
     assert after.state is State.READY and after.answers.jobs == ()
     assert 0 < (looks[0].uptime_s or 0) < (after.uptime_s or 0)
+
+
+def test_status_sees_a_caller_who_waits_for_the_clip_itself(fp8: Running) -> None:
+    with httpx.Client(base_url=fp8.url, timeout=120) as http, ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, f"{fp8.url}/v1/videos/sync", data=request(seed=8).form(), timeout=120)
+        seen = []
+        while not answer.done():
+            seen.append(ask_server(http))
+        assert answer.result().status_code == 200
+        assert 1 in {one.in_flight for one in seen} and all(one.jobs == () for one in seen)
+        assert ask_server(http).in_flight == 0
 
 
 def test_a_refused_request_tells_the_servers_reason_and_saves_nothing(fp8: Running, tmp_path: Path) -> None:

@@ -78,9 +78,11 @@ class Line:
             detail: how far it is.
             after: time that went by, for a terminal.
         """
+        from rich.text import Text
+
         text = f"{subject}: {detail}" if detail else subject
         if self._status is not None:
-            self._status.update(f"{text}{after}")
+            self._status.update(Text(f"{text}{after}"))
         elif subject != self._subject:
             self._console.print(text, markup=False)
         self._subject = subject

@@ -44,7 +44,7 @@ def status(
     versions; with an engine at hand also its container. Works on any server with this plugin (--url). Exit code 0 if
     it is ready or busy, 10 while it starts, 7 if it is unhealthy or stopped. An unhealthy container is not restarted by
     the engine: the remedy is printed. The server's key is read from H3_API_KEY_FILE, VLLM_API_KEY or the file that .env
-    names. Jobs of /v1/videos/sync are not listed as jobs; their progress is shown.
+    names.
 
     \b
     vllm-h3 status
@@ -164,10 +164,11 @@ def _rows(found: Status) -> list[tuple[str, str]]:
 
     info = found.answers.info
     rows = [("state", f"{found.state.value}: {found.detail}"), ("fix", found.remedy)]
-    if found.answers.jobs:
-        first, behind = found.answers.jobs[0], waiting(found.answers)
-        size = f", {first['size']}" if first.get("size") else ""
-        rows.append(("job", f"{first['id']}{size}" + (f"; {behind} waiting" if behind else "; none waiting")))
+    if found.answers.busy:
+        # Jobs run in the order of their creation; a request without one waits for its answer itself.
+        first, behind = next(iter(found.answers.jobs), {}), waiting(found.answers)
+        name = f"{first['id']}, {first.get('size') or 'size not given'}" if first else "a request of /v1/videos/sync"
+        rows.append(("job", f"{name}; {behind or 'none'} waiting"))
     rows += [("memory", _memory(info)), ("uptime", uptime_words(found)), ("server", found.answers.url)]
     if info:
         worker = (info.get("workers") or [{}])[0]

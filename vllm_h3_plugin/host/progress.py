@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -42,6 +43,20 @@ class State:
     seconds_per_step: float | None = None
     done_bytes: int | None = None
     total_bytes: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``/v1/h3/info`` shows it."""
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "steps": self.steps,
+            "time": self.time,
+            "started_at": self.started_at,
+            "busy_since": self.busy_since,
+            "seconds_per_step": self.seconds_per_step,
+            "done_bytes": self.done_bytes,
+            "total_bytes": self.total_bytes,
+        }
 
 
 class Progress:
@@ -108,4 +123,4 @@ class Progress:
     def _write(self, state: State) -> None:
         self.state = state
         if self._active:
-            run_state.write(run_state.PROGRESS, asdict(state))
+            run_state.write(run_state.PROGRESS, state.as_dict())

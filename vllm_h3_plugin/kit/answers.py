@@ -57,9 +57,14 @@ class Answers:
         return {} if progress.get("phase") == "idle" else progress
 
     @property
+    def in_flight(self) -> int:
+        """Requests whose caller waits for the clip itself."""
+        return int((self.info.get("requests") or {}).get("in_flight") or 0)
+
+    @property
     def busy(self) -> bool:
-        """Whether a request runs or waits."""
-        return bool(self.jobs or self.progress)
+        """Whether a request runs or waits, or its clip is being encoded, which is no phase of the worker."""
+        return bool(self.jobs or self.progress or self.in_flight)
 
     def stuck(self, now: float, after_s: float = STUCK_AFTER_S) -> str:
         """Why its request counts as stuck; empty if it moves."""

@@ -82,14 +82,14 @@ class LocalOutside:
         return httpx.Client(base_url=url, timeout=HTTP_TIMEOUT_S, headers=authorization(key), trust_env=False)
 
     def held_bytes(self, pid: int) -> int | None:
-        """RssAnon and RssShmem of /proc/PID/status: pages of files count as available already."""
+        """RssAnon of /proc/PID/status: pages of files count as available already, shared ones would count twice."""
         try:
             text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
         except OSError:
             return None
         if re.search(r"^State:\s+[ZX]", text, re.MULTILINE):
             return None
-        kib = re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)
+        kib = re.findall(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
         return 1024 * sum(map(int, kib))
 
     def now(self) -> float:

@@ -77,6 +77,7 @@ class Status:
                 {key: job.get(key) for key in ("id", "status", "created_at", "size")} for job in self.answers.jobs
             ],
             "waiting": waiting(self.answers),
+            "in_flight": self.answers.in_flight,
             "memory": {"guard": info.get("guard"), "workers": [one.get("memory") for one in info.get("workers") or []]},
             "versions": {"plugin": info.get("plugin"), **(info.get("host") or {})},
             "recipe": worker.get("recipe"),
@@ -87,8 +88,8 @@ class Status:
 
 
 def waiting(answers: Answers) -> int:
-    """Jobs behind the one that runs: one request runs at a time."""
-    return max(0, len(answers.jobs) - 1) if answers.progress or answers.jobs else 0
+    """Requests behind the one that runs: one runs at a time."""
+    return max(0, len(answers.jobs) + answers.in_flight - 1)
 
 
 def judge(
@@ -179,8 +180,8 @@ def _of_a_living(
         return status(State.UNHEALTHY, f"it answers, but {answers.no_info}", remedy)
     if answers.progress:
         return status(State.BUSY, doing(answers.progress, now))
-    if answers.jobs:
-        return status(State.BUSY, "between two phases of a job")
+    if answers.busy:
+        return status(State.BUSY, "preparing a request, or encoding its clip")
     return status(State.READY, "nothing to do")
 
 

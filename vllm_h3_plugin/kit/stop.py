@@ -179,8 +179,11 @@ def jobs_in_words(answers: Answers, now: float) -> str:
     """What runs and what waits; empty where nothing does."""
     first: Mapping[str, Any] = answers.jobs[0] if answers.jobs else {}
     parts = [f"job {first['id']}"] if first else []
-    if answers.progress:
-        parts.append(f"({doing(answers.progress, now)})" if first else f"a request ({doing(answers.progress, now)})")
+    if not first and answers.busy:
+        parts.append("a request")
+    if answers.busy:
+        at = doing(answers.progress, now) if answers.progress else "preparing or encoding"
+        parts.append(f"({at})")
     behind = waiting(answers)
     return " ".join(parts) + (f" and {behind} waiting" if behind else "")
 
