@@ -136,6 +136,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         """Called by the host's runner once the weights are in, in the place of its own torch.compile."""
         self._prepare_tables()
         self._step.make_ready(self)
+        # A phase that stays would be a request that never moves, to whoever watches.
+        self._progress.phase("idle")
 
     def _prepare_tables(self) -> None:
         """Make the tables of ``H3_PREPARE_STEPS`` ready; the default schedule's is in use afterwards."""
