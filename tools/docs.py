@@ -74,7 +74,7 @@ OTHERS = {
     "ASCEND_VISIBLE_DEVICES": "The same, as container runtimes name it. Read, never set.",
     "VLLM_LOGGING_LEVEL": "The host's. `vllm-h3 doctor` and the benchmarks quieten it unless it is set.",
     "VLLM_LOGGING_STREAM": "The host's. `vllm-h3 doctor` and the benchmarks send its log to stderr unless it is set.",
-    "SOURCE_DATE_EPOCH": "Time that `vllm-h3 provenance --sbom` writes, in seconds since 1970.",
+    "SOURCE_DATE_EPOCH": "Time that `vllm-h3 provenance --sbom FILE` writes, in seconds since 1970.",
 }
 
 
