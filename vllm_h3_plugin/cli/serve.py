@@ -62,7 +62,7 @@ def serve(
             "attention": attention,
         },
     )
-    partition = check_before_start(profile)
+    partition = check_before_start(profile, target)
     _take_api_key()
     check_port_free(profile.address, profile.port)
     console = stderr()
@@ -110,8 +110,11 @@ def _profile(target: str, flags: dict[str, object]) -> Profile:
     return profile.with_flags(chosen)
 
 
-def check_before_start(profile: Profile) -> Path:
-    """Everything that can be known to be wrong before the server starts.
+def check_before_start(profile: Profile, name: str = "") -> Path:
+    """Everything that can be known to be wrong before the server starts; cards first, before any file is read.
+
+    Args:
+        name: the profile's, for messages.
 
     Returns:
         The partition folder to serve.
@@ -121,11 +124,14 @@ def check_before_start(profile: Profile) -> Path:
     """
     from vllm_h3_plugin.checkpoint.inventory import take_inventory
     from vllm_h3_plugin.checkpoint.layout import linear_layers
+    from vllm_h3_plugin.cli.console import stderr
     from vllm_h3_plugin.pins import installed_host
     from vllm_h3_plugin.quantization.plan import plan
     from vllm_h3_plugin.quantization.recipe import load_recipe
+    from vllm_h3_plugin.serving.cards import check_cards, check_room_on_cards
 
-    installed_host()
+    host = installed_host()
+    check_cards(profile, name, os.environ, host.name)
     if profile.checkpoint is None:
         raise UsageError(
             "no checkpoint was named",
@@ -138,6 +144,8 @@ def check_before_start(profile: Profile) -> Path:
     for partition in inventory.partitions:
         assert partition.dit is not None and partition.text is not None  # the inventory is clean
         plan(load_recipe(profile.recipe), linear_layers(partition.dit, partition.text))
+    for line in check_room_on_cards(profile, inventory):
+        stderr().print(line, markup=False)
     _check_settings(inventory)
     return checkpoint
 

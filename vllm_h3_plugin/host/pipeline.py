@@ -28,6 +28,7 @@ from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
+from vllm_h3_plugin.host.placed_parts import parts_on_cards
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import (
@@ -108,6 +109,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             ) as vaes,
             adaln_from_tables() if tables else nullcontext(),
             plugin_dit(),
+            parts_on_cards(values, device),
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cards a process of this environment sees, from variables and device nodes. Reads no other file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vllm_h3_plugin.errors import SettingsError
+
+Accelerator = Literal["cuda", "npu"]
+
+_VARIABLE: dict[Accelerator, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_NODE: dict[Accelerator, re.Pattern[str]] = {"cuda": re.compile(r"nvidia(\d+)"), "npu": re.compile(r"davinci(\d+)")}
+_NODES = {"cuda": "/dev/nvidiaN", "npu": "/dev/davinciN"}
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What is seen.
+
+    Attributes:
+        cards: names of the visible cards: numbers, or CUDA's UUIDs.
+        said_by: the variable with its value, or the device nodes.
+        present: device nodes that there are.
+    """
+
+    accelerator: Accelerator
+    cards: tuple[str, ...]
+    said_by: str
+    present: int
+
+    @property
+    def count(self) -> int:
+        return len(self.cards)
+
+
+def device_nodes(folder: Path = Path("/dev")) -> list[str]:
+    """Names in ``/dev``."""
+    return os.listdir(folder)
+
+
+def visible_cards(accelerator: Accelerator, environ: Mapping[str, str], nodes: Iterable[str] | None = None) -> Visible:
+    """The cards that a server of this environment sees.
+
+    Args:
+        nodes: names in ``/dev``; None: looked up.
+
+    Raises:
+        SettingsError: the variable lists a card twice, or one that has no device node; names variable and card.
+    """
+    variable, pattern = _VARIABLE[accelerator], _NODE[accelerator]
+    matches = (pattern.fullmatch(name) for name in (device_nodes() if nodes is None else nodes))
+    present = sorted((match[1] for match in matches if match), key=int)
+    if variable not in environ:
+        return Visible(
+            accelerator, tuple(present), f"{len(present)} of {_NODES[accelerator]} and no {variable}", len(present)
+        )
+    value = environ[variable]
+    cards = [word.strip() for word in value.split(",") if word.strip()]
+    for card in cards:
+        if cards.count(card) > 1:
+            raise SettingsError(
+                f"{variable}={value} lists card {card} twice",
+                why="two ranks on one card would each hold a copy of the model",
+                fix="Name each card once.",
+            )
+        if card.isdigit() and present and card not in present:
+            raise SettingsError(
+                f"{variable}={value} names card {card}",
+                why=f"there are {', '.join(present)} ({_NODES[accelerator]})",
+                fix="Name cards that are there.",
+            )
+    return Visible(accelerator, tuple(cards), f"{variable}={value}", len(present))
+
+
+def check_count(profile: str, configured: int, visible: Visible, *, exactly: bool = True) -> None:
+    """Refuse a profile for another number of cards than are visible.
+
+    Args:
+        profile: its name, for the message.
+        configured: its ``devices``.
+        exactly: whether more cards than configured are a fault too. Else the first are taken.
+
+    Raises:
+        SettingsError: names both numbers and the variable.
+    """
+    if visible.count == configured or (visible.count > configured and not exactly):
+        return
+    variable = _VARIABLE[visible.accelerator]
+    if visible.present >= configured:
+        first = ",".join(str(number) for number in range(configured))
+        fix = f"Set {variable} to {configured} of them (for example {variable}={first}), or choose a profile for "
+        fix += f"{visible.count}."
+    else:
+        fix = f"Choose a profile for {visible.count}, or make more visible: their {_NODES[visible.accelerator]} and "
+        fix += f"{variable}."
+    raise SettingsError(
+        f"{configured} cards are configured in profile {profile} and {visible.count} are visible",
+        why=visible.said_by,
+        fix=fix,
+        configured=configured,
+        visible=visible.count,
+    )
