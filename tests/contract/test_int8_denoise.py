@@ -8,6 +8,7 @@ cosine of 0.999 is the least; the ceiling of 2.5 %, a cosine of 0.9997, fails if
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -80,7 +81,7 @@ def close(got: Latents, want: Latents) -> bool:
 
 @pytest.mark.parametrize("backend", [Reference("int8"), NpuInt8(ops=EmulatedNpu())], ids=lambda backend: backend.name)
 def test_a_forward_in_int8_is_close_to_bf16(
-    backend: QuantBackend, subject: Subject, record_property: pytest.FixtureRequest
+    backend: QuantBackend, subject: Subject, record_property: Callable[[str, object], None]
 ) -> None:
     want = subject.forward(None)
     got = subject.forward(backend)

@@ -6,14 +6,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.server.conftest import Servers, request
+from vllm_h3_plugin.pins import HostPin
 from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
 
 
 def test_int8_text_serves_a_verified_clip_and_says_what_it_runs(
-    own_servers: Servers, fl2va: Path, tmp_path: Path
+    own_servers: Servers, fl2va: Path, tmp_path: Path, host_pin: HostPin
 ) -> None:
-    running = own_servers.start(fl2va, recipe="int8-text")
+    """On the ascend host with the text encoder built beside the DiT's card too, as role map two-resident has it."""
+    beside = {"H3_PARTS_ON": "text_encoder=1"} if host_pin.name == "ascend" else {}
+    server = own_servers.launch(own_servers.profile(fl2va, recipe="int8-text"), **beside)
+    running = own_servers.ready(server)
+    assert ("H3 text_encoder: built on cpu" in running.log) == bool(beside)
     worker = running.info["workers"][0]
     assert (worker["recipe"], worker["backend"]) == ("int8-text", "reference")
     assert "INT8" in worker["backend_reason"] and worker["step"]["fused"] is True

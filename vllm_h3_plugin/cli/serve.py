@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def serve(
     ctx: typer.Context,
     target: str = typer.Argument(
-        ..., metavar="PROFILE|CKPT", help="A launch profile (spark, h200, reference, my.toml) or a checkpoint folder."
+        ..., metavar="PROFILE|CKPT", help="A launch profile (spark, h200, ascend-4, my.toml) or a checkpoint folder."
     ),
     checkpoint: Path | None = typer.Option(
         None, "--checkpoint", "-c", help="Checkpoint folder, where TARGET is a profile: the FL2VA or Ref2VA folder."
@@ -93,11 +93,12 @@ def serve(
 def _profile(target: str, flags: dict[str, object]) -> Profile:
     from vllm_h3_plugin import settings
     from vllm_h3_plugin.cli.console import stderr
+    from vllm_h3_plugin.pins import installed_host
     from vllm_h3_plugin.serving.profile import load_profile, profile_names
 
     values = settings.load()
     if target not in profile_names() and Path(target).is_dir():
-        name = "reference" if values.reference else "spark"
+        name = "reference" if values.reference else "ascend-1" if installed_host().name == "ascend" else "spark"
         stderr().print(f"profile: {name} (none was named)", markup=False)
         profile = load_profile(name).model_copy(update={"checkpoint": Path(target)})
     else:
@@ -128,10 +129,11 @@ def check_before_start(profile: Profile, name: str = "") -> Path:
     from vllm_h3_plugin.pins import installed_host
     from vllm_h3_plugin.quantization.plan import plan
     from vllm_h3_plugin.quantization.recipe import load_recipe
-    from vllm_h3_plugin.serving.cards import check_cards, check_room_on_cards
+    from vllm_h3_plugin.serving.cards import check_cards, check_method_of, check_room_on_cards
 
     host = installed_host()
     check_cards(profile, name, os.environ, host.name)
+    check_method_of(profile, name)
     if profile.checkpoint is None:
         raise UsageError(
             "no checkpoint was named",

@@ -212,15 +212,14 @@ def choose_backend_name(name: str | None, facts: SystemFacts, method: Method = "
     device = next(kind for kind, backend in _FAST.items() if backend == chosen)
     probed = facts.cutlass if device == "cuda" else facts.npu
     label = {"cuda": "CUDA device", "npu": "Ascend device"}[device]
-    if facts.device != device:
-        article = {"cuda": "a CUDA device", "npu": "an Ascend device"}[device]
-        refusal = f"it needs {article} and this one is {facts.device!r}"
-    elif method != _METHOD[chosen]:
-        raise _no_path(method, facts)
-    elif not probed:
+    if facts.device == device:
+        check_method(method, device, facts.capability)
+        if probed:
+            return chosen, f"{'named' if name else label}; {probed.reason}"
         refusal = probed.reason
     else:
-        return chosen, f"{'named' if name else label}; {probed.reason}"
+        article = "an" if label[0] in "AE" else "a"
+        refusal = f"it needs {article} {label} and this one is {facts.device!r}"
     raise BackendError(
         f"quantization backend {chosen!r} cannot run here",
         why=refusal,
@@ -230,28 +229,40 @@ def choose_backend_name(name: str | None, facts: SystemFacts, method: Method = "
     )
 
 
-def _no_path(method: Method, facts: SystemFacts) -> BackendError:
-    """A recipe of a method that this accelerator has no backend for."""
-    if facts.device == "npu":
-        return BackendError(
+def check_method(method: Method, device: str, capability: int | None) -> None:
+    """Refuse a recipe of a method that an accelerator has no backend for.
+
+    Args:
+        device: torch device type.
+        capability: as in :class:`LayerFacts`; None also where it is not known yet.
+
+    Raises:
+        BackendError: names the recipe that there is in its place.
+    """
+    fast = _FAST.get(device)
+    if fast is None or _METHOD[fast] == method:
+        return
+    if device == "npu":
+        raise BackendError(
             "an fp8 recipe on an Ascend device",
             why="there is no FP8 path for it here: npu_int8 multiplies INT8 weights with INT8 activations",
             fix="Use recipe int8 (text encoder in BF16) or int8-text.",
             method=method,
-            device=facts.device,
+            device=device,
         )
-    capability = facts.capability or 0
-    if capability >= 100:
+    if capability is None:
+        why = "INT8 is computed on Ascend only; GB10 (SM121) and other Blackwell chips have no INT8 path in vLLM at all"
+    elif capability >= 100:
         # vllm/_C_stable_libtorch.abi3.so: "Int8 not supported on SM... Use FP8 quantization instead".
         why = f"SM{capability} has no INT8 path: vLLM builds its INT8 GEMM for SM90 and older only"
     else:
-        why = "INT8 is computed on Ascend only; on CUDA cutlass_fp8 has the same size and the faster path"
-    return BackendError(
+        why = "INT8 is computed on Ascend only; on CUDA weights of the same size are FP8"
+    raise BackendError(
         "an int8 recipe on a CUDA device",
         why=why,
         fix="Use recipe fp8 (or fp8-text-bf16, which keeps the text encoder in BF16 as int8 does).",
         method=method,
-        device=facts.device,
+        device=device,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile's cards: how its role map is run, whether as many are visible, and whether the model fits on each."""
+"""A profile's cards: how its role map is run, whether as many are visible and compute its recipe, what fits on each."""
 
 from __future__ import annotations
 
@@ -53,6 +53,23 @@ def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: s
     if one_of_several and visible.present == 0 and "CUDA_VISIBLE_DEVICES" not in environ:
         return  # Devices without nodes, as under WSL: the host counts them itself.
     check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
+
+
+def check_method_of(profile: Profile, name: str) -> None:
+    """Refuse an INT8 recipe on CUDA and an FP8 recipe on Ascend before a server imports anything.
+
+    Raises:
+        BackendError: with the recipe that there is in its place.
+        RecipeError: the profile's recipe cannot be read.
+    """
+    from vllm_h3_plugin.quantization.contract import check_method
+    from vllm_h3_plugin.quantization.recipe import load_recipe
+
+    method = load_recipe(profile.recipe).method
+    if method is not None and not profile.reference:
+        # Profiles of a family are for one chip.
+        capability = {"spark": 121, "h200": 90}.get(name.partition("-")[0])
+        check_method(method, profile.accelerator, capability)
 
 
 def check_room_on_cards(profile: Profile, inventory: Inventory) -> list[str]:

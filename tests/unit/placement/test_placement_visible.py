@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from vllm_h3_plugin.cli.serve import check_before_start
-from vllm_h3_plugin.errors import RecipeError, SettingsError
+from vllm_h3_plugin.errors import BackendError, RecipeError, SettingsError
 from vllm_h3_plugin.placement import visible
 from vllm_h3_plugin.placement.visible import check_count, visible_cards
-from vllm_h3_plugin.serving.cards import check_cards
+from vllm_h3_plugin.serving.cards import check_cards, check_method_of
 from vllm_h3_plugin.serving.command import server_command
 from vllm_h3_plugin.serving.profile import Profile, load_profile
 
@@ -125,6 +125,24 @@ def test_a_wrong_count_stops_the_start_before_the_checkpoint_is_looked_for(nodes
     profile = load_profile("ascend-4").with_flags({"checkpoint": tmp_path / "absent"})
     with pytest.raises(SettingsError, match="4 cards are configured in profile ascend-4 and 2 are visible"):
         check_before_start(profile, "ascend-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "why", "fix"),
+    [
+        ("spark", "int8", "SM121 has no INT8 path", "recipe fp8"),
+        ("h200", "int8-text", "INT8 is computed on Ascend only", "recipe fp8"),
+        ("mine.toml", "int8", "GB10 (SM121) and other Blackwell chips have no INT8 path", "recipe fp8"),
+        ("ascend-1", "fp8", "there is no FP8 path", "recipe int8"),
+    ],
+)
+def test_a_recipe_of_the_other_accelerator_is_refused_before_a_server_starts(name, recipe, why, fix) -> None:
+    profile = load_profile(name) if not name.endswith(".toml") else Profile(description="x")
+    with pytest.raises(BackendError) as caught:
+        check_method_of(profile.with_flags({"recipe": recipe}), name)
+    assert why in caught.value.why and fix in caught.value.fix
+    check_method_of(profile, name)
+    check_method_of(profile.with_flags({"recipe": recipe, "reference": True}), name)
 
 
 def _words(name: str, tmp_path: Path) -> tuple[list[str], dict[str, str]]:
