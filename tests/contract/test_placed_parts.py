@@ -108,7 +108,7 @@ def test_the_ascend_hosts_own_stage_has_its_devices_where_they_are_changed(monke
 
 
 def test_a_host_without_such_a_stage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(AsyncOmniEngine, "_create_default_diffusion_stage_cfg", raising=False)
+    monkeypatch.setattr(AsyncOmniEngine, "_create_default_diffusion_stage_cfg", None, raising=False)
     with pytest.raises(HostError, match="does not make its stage where") as caught:
         show_cards(BESIDE)
     assert "ascend host" in caught.value.fix

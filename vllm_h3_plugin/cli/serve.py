@@ -50,7 +50,7 @@ def serve(
     from vllm_h3_plugin.serving.command import server_command
     from vllm_h3_plugin.serving.server import Server, check_port_free
 
-    profile = _profile(
+    name, profile = _profile(
         target,
         {
             "checkpoint": checkpoint,
@@ -62,7 +62,7 @@ def serve(
             "attention": attention,
         },
     )
-    partition = check_before_start(profile, target)
+    partition = check_before_start(profile, name)
     _take_api_key()
     check_port_free(profile.address, profile.port)
     console = stderr()
@@ -90,13 +90,15 @@ def serve(
         sys.exit(code if code >= 0 else 128 - code)
 
 
-def _profile(target: str, flags: dict[str, object]) -> Profile:
+def _profile(target: str, flags: dict[str, object]) -> tuple[str, Profile]:
+    """Name and profile, with the flags in it."""
     from vllm_h3_plugin import settings
     from vllm_h3_plugin.cli.console import stderr
     from vllm_h3_plugin.pins import installed_host
     from vllm_h3_plugin.serving.profile import load_profile, profile_names
 
     values = settings.load()
+    name = target
     if target not in profile_names() and Path(target).is_dir():
         name = "reference" if values.reference else "ascend-1" if installed_host().name == "ascend" else "spark"
         stderr().print(f"profile: {name} (none was named)", markup=False)
@@ -108,7 +110,7 @@ def _profile(target: str, flags: dict[str, object]) -> Profile:
         chosen.setdefault("recipe", values.recipe)
     if values.reference:
         chosen["reference"] = True
-    return profile.with_flags(chosen)
+    return name, profile.with_flags(chosen)
 
 
 def check_before_start(profile: Profile, name: str = "") -> Path:

@@ -91,16 +91,16 @@ def check_count(profile: str, configured: int, visible: Visible, *, exactly: boo
     """
     if visible.count == configured or (visible.count > configured and not exactly):
         return
-    variable = _VARIABLE[visible.accelerator]
+    variable, nodes = _VARIABLE[visible.accelerator], _NODES[visible.accelerator]
+    other = f", or choose a profile for {visible.count}" if visible.count else ""
     if visible.present >= configured:
         first = ",".join(str(number) for number in range(configured))
-        fix = f"Set {variable} to {configured} of them (for example {variable}={first}), or choose a profile for "
-        fix += f"{visible.count}."
+        fix = f"Set {variable} to {configured} of them, for example {variable}={first}{other}."
     else:
-        fix = f"Choose a profile for {visible.count}, or make more visible: their {_NODES[visible.accelerator]} and "
-        fix += f"{variable}."
+        fix = f"Make them visible to this process ({nodes}, {variable}){other}."
     raise SettingsError(
-        f"{configured} cards are configured in profile {profile} and {visible.count} are visible",
+        f"{configured} {'card is' if configured == 1 else 'cards are'} configured in profile {profile} and "
+        f"{visible.count} {'is' if visible.count == 1 else 'are'} visible",
         why=visible.said_by,
         fix=fix,
         configured=configured,
