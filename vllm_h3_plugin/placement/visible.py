@@ -24,7 +24,7 @@ class Visible:
     """What is seen.
 
     Attributes:
-        cards: names of the visible cards: numbers, or CUDA's UUIDs.
+        cards: the visible cards: numbers as the runtime counts them, or CUDA's UUIDs.
         said_by: the variable with its value, or the device nodes.
         present: device nodes that there are.
     """
@@ -55,11 +55,10 @@ def visible_cards(accelerator: Accelerator, environ: Mapping[str, str], nodes: I
     """
     variable, pattern = _VARIABLE[accelerator], _NODE[accelerator]
     matches = (pattern.fullmatch(name) for name in (device_nodes() if nodes is None else nodes))
-    present = sorted((match[1] for match in matches if match), key=int)
+    present = sum(match is not None for match in matches)
     if variable not in environ:
-        return Visible(
-            accelerator, tuple(present), f"{len(present)} of {_NODES[accelerator]} and no {variable}", len(present)
-        )
+        said_by = f"{present} of {_NODES[accelerator]} and no {variable}"
+        return Visible(accelerator, tuple(map(str, range(present))), said_by, present)
     value = environ[variable]
     cards = [word.strip() for word in value.split(",") if word.strip()]
     for card in cards:
@@ -69,13 +68,13 @@ def visible_cards(accelerator: Accelerator, environ: Mapping[str, str], nodes: I
                 why="two ranks on one card would each hold a copy of the model",
                 fix="Name each card once.",
             )
-        if card.isdigit() and present and card not in present:
+        # Both runtimes count what the process can open: in a container that was given davinci3 alone, it is card 0.
+        if card.isdigit() and int(card) >= present and (present or accelerator == "npu"):
+            there = f"{present} of {_NODES[accelerator]}, counted from 0" if present else f"no {_NODES[accelerator]}"
             raise SettingsError(
-                f"{variable}={value} names card {card}",
-                why=f"there are {', '.join(present)} ({_NODES[accelerator]})",
-                fix="Name cards that are there.",
+                f"{variable}={value} names card {card}", why=f"there are {there}", fix="Name cards that are there."
             )
-    return Visible(accelerator, tuple(cards), f"{variable}={value}", len(present))
+    return Visible(accelerator, tuple(cards), f"{variable}={value}", present)
 
 
 def check_count(profile: str, configured: int, visible: Visible, *, exactly: bool = True) -> None:

@@ -46,7 +46,15 @@ def test_a_card_that_is_listed_twice_is_named(kind) -> None:
 def test_a_card_that_is_not_there_is_named(kind) -> None:
     with pytest.raises(SettingsError) as caught:
         visible_cards(kind, {VARIABLE[kind]: "0,7"}, NODES[kind])
-    assert "names card 7" in caught.value.what and "0, 1, 2, 3" in caught.value.why
+    assert "names card 7" in caught.value.what and "4 of /dev/" in caught.value.why
+
+
+def test_cards_are_counted_as_the_runtime_counts_them() -> None:
+    """A container that was given one device sees it as card 0, whatever its number on the machine."""
+    assert visible_cards("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, ["davinci3"]).count == 1
+    assert visible_cards("cuda", {"CUDA_VISIBLE_DEVICES": "0"}, ["nvidia3"]).count == 1
+    with pytest.raises(SettingsError, match="no /dev/davinciN"):
+        visible_cards("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, ["null"])
 
 
 def test_cards_by_uuid_are_counted() -> None:
