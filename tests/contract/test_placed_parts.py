@@ -98,7 +98,7 @@ def test_the_hosts_stage_is_shown_the_other_cards(monkeypatch: pytest.MonkeyPatc
         assert stage["runtime"]["devices"] == "0,1,2" and stage["engine_args"] == {"a": 1}
 
 
-@pytest.mark.only_host("ascend", reason="0.30 makes its stage elsewhere, and there these parts are refused")
+@pytest.mark.only_host("ascend", reason="the other host is not for Ascend, and refuses such parts")
 def test_the_ascend_hosts_own_stage_has_its_devices_where_they_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = AsyncOmniEngine._create_default_diffusion_stage_cfg
     monkeypatch.setattr(AsyncOmniEngine, "_create_default_diffusion_stage_cfg", staticmethod(original))
