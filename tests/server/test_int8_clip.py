@@ -19,6 +19,7 @@ def test_int8_text_serves_a_verified_clip_and_says_what_it_runs(
     server = own_servers.launch(own_servers.profile(fl2va, recipe="int8-text"), **beside)
     running = own_servers.ready(server)
     assert ("H3 text_encoder: built on cpu" in running.log) == bool(beside)
+    assert running.info["workers"][0]["beside"] == ({"text_encoder": "cpu"} if beside else {})
     worker = running.info["workers"][0]
     assert (worker["recipe"], worker["backend"]) == ("int8-text", "reference")
     assert "INT8" in worker["backend_reason"] and worker["step"]["fused"] is True

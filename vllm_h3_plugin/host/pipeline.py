@@ -109,7 +109,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             ) as vaes,
             adaln_from_tables() if tables else nullcontext(),
             plugin_dit(),
-            parts_on_cards(values, device),
+            parts_on_cards(values, device) as beside,
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
@@ -117,6 +117,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._progress = progress
         self._watch = watch
         self._vaes = vaes
+        self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
         for name in self._dit_modules:
             dit = getattr(self, name)
@@ -196,6 +197,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             "adaln": session.plan.recipe.adaln.value,
             "backend": session.backend.name if session.backend else None,
             "backend_reason": session.backend_reason,
+            "weight_format": getattr(session.backend, "weight_format", None),
+            "beside": {part: str(where) for part, where in self._beside.items()},
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
             "step": self._step.facts(),
