@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tools.oracle import why_no_oracle
 from vllm_h3_plugin.errors import HostError
 from vllm_h3_plugin.pins import HostPin, installed_host
 from vllm_h3_plugin.serving.command import HOST_ENVIRONMENT
@@ -109,6 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = next((NEEDS[kind] for kind in NEEDS if kind != accelerator and item.get_closest_marker(kind)), None)
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
+        if reason is None and item.get_closest_marker("oracle"):
+            reason = why_no_oracle()
         if reason is None and only is not None and host is not None and host not in only.args:
             reason = f"only on {', '.join(only.args)}: {only.kwargs['reason']}"
         if reason is not None:

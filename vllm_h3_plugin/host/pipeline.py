@@ -28,6 +28,7 @@ from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
+from vllm_h3_plugin.host.placed_parts import parts_on_cards
 from vllm_h3_plugin.host.progress import IDLE, Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import (
@@ -108,6 +109,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             ) as vaes,
             adaln_from_tables() if tables else nullcontext(),
             plugin_dit(),
+            parts_on_cards(values, device) as beside,
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
@@ -115,6 +117,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._progress = progress
         self._watch = watch
         self._vaes = vaes
+        self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
         for name in self._dit_modules:
             dit = getattr(self, name)
@@ -198,6 +201,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             "adaln": session.plan.recipe.adaln.value,
             "backend": session.backend.name if session.backend else None,
             "backend_reason": session.backend_reason,
+            "weight_format": getattr(session.backend, "weight_format", None),
+            "beside": {part: str(where) for part, where in self._beside.items()},
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
             "step": self._step.facts(),
