@@ -123,7 +123,7 @@ def lives(pid: int) -> bool:
 
 def assert_gone(pids: list[int]) -> None:
     """No process has these ids, or will not in a moment."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while alive := [pid for pid in pids if lives(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
