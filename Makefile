@@ -51,11 +51,13 @@ demo: setup  ## Make and verify two clips with a small synthetic checkpoint on t
 	@$(IN_HOST)/vllm-h3 demo $(ARGS)
 
 test:  ## Lint, unit, contract and server tests of both hosts side by side; then what was slow, what could not run and why.
-	@"$(PYTHON)" -m tools.environment nvidia ascend oracle
+	@"$(PYTHON)" -m tools.environment nvidia ascend
+	@"$(PYTHON)" -m tools.oracle
 	@$(IN_TEST)/python -m tools.testrun $(ARGS)
 
 test-quick:  ## The same without starting servers.
-	@"$(PYTHON)" -m tools.environment nvidia ascend oracle
+	@"$(PYTHON)" -m tools.environment nvidia ascend
+	@"$(PYTHON)" -m tools.oracle
 	@$(IN_TEST)/python -m tools.testrun --quick $(ARGS)
 
 test-gpu: setup  ## Tests that need a CUDA device, on HOST; keeps their figures in docs/results/gpu.json.

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 
-from tools.oracle import why_no_oracle
 from vllm_h3_plugin.errors import HostError
 from vllm_h3_plugin.pins import HostPin, installed_host
 from vllm_h3_plugin.serving.command import HOST_ENVIRONMENT
@@ -111,6 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
         if reason is None and item.get_closest_marker("oracle"):
+            from tools.oracle import why_no_oracle
+
             reason = why_no_oracle()
         if reason is None and only is not None and host is not None and host not in only.args:
             reason = f"only on {', '.join(only.args)}: {only.kwargs['reason']}"

@@ -116,25 +116,13 @@ def ensure_host(pin: HostPin) -> Path:
     return venv
 
 
-def _try_oracle() -> None:
-    """Fetch what tests of Ascend's operators read. Without it the rest runs, and those tests say why they do not."""
-    from tools.oracle import ensure_oracle
-
-    try:
-        ensure_oracle()
-    except ToolMissingError as exc:
-        print(exc.report().replace("error:", "set-up:", 1), file=sys.stderr)
-
-
 def main(names: Sequence[str]) -> int:
-    """Make the named environments (``boot`` is the installer alone, ``oracle`` no environment but a wheel to read)."""
+    """Make the named environments; ``boot`` is the installer alone."""
     try:
         pins = load_pins()
         for name in names:
             if name == "boot":
                 ensure_uv()
-            elif name == "oracle":
-                _try_oracle()
             else:
                 ensure_host(pins.host(name))
     except H3Error as exc:
