@@ -63,7 +63,9 @@ def smoke(
     ),
     seconds: float | None = typer.Option(None, min=_SHORTEST_S, max=_LONGEST_S, help="Length. [default: 4]"),
     steps: int | None = typer.Option(None, min=1, max=200, help="Denoise steps. [default: 20; reference platform: 8]"),
-    seed: int | None = typer.Option(None, min=0, help="Seed of both clips. [default: one is drawn, and told]"),
+    seed: int | None = typer.Option(
+        None, min=0, max=_SEEDS - 1, help="Seed of both clips. [default: one is drawn, and told]"
+    ),
     full: bool = typer.Option(False, "--full", help="Full size instead: 1344x768, 5 s, 50 steps."),
     request: Path | None = typer.Option(
         None, "--request", metavar="NAME.json", help="Make the clip of this record once more, under a new name."
@@ -72,8 +74,12 @@ def smoke(
     timeout: float | None = typer.Option(
         None, min=0.1, help="Seconds for each clip. [default: what the server predicts, at least 1800]"
     ),
-    stall: float = typer.Option(120, min=0.1, help="Seconds without a byte after which a connection is dead."),
-    reconnect: float = typer.Option(900, min=0, help="Seconds for which a server that went away is waited for."),
+    stall: float = typer.Option(
+        120, min=0.1, max=86_400, help="Seconds without a byte after which a connection is dead."
+    ),
+    reconnect: float = typer.Option(
+        900, min=0, max=86_400, help="Seconds for which a server that went away is waited for."
+    ),
     max_mib: int = typer.Option(1024, min=1, help="Largest clip that is taken, in MiB."),
     as_json: bool = typer.Option(False, "--json", help="End with one JSON line instead of a line for each clip."),
 ) -> None:
@@ -118,6 +124,8 @@ def smoke(
         _alone(
             prompt=prompt, size=size, seconds=seconds, steps=steps, seed=seed, full=full, only=only, first=first_frame
         )
+    if prompt is not None and not _is_text(prompt):
+        raise UsageError("--prompt", why="it holds bytes that are not UTF-8", fix="Write it in UTF-8.")
     dimensions = _size(size) if size else None
     folder = out or (request.parent if request else CLIPS)
     find_ffmpeg()
@@ -171,6 +179,15 @@ def _prove(client: VideoClient) -> dict[str, Any]:
         raise unreachable(client.http, exc) from exc
 
 
+def _is_text(words: str) -> bool:
+    """Whether it can be written: arguments of other encodings hold half surrogate pairs."""
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _alone(**options: object) -> None:
     given = [name for name, value in options.items() if value]
     if given:
@@ -196,18 +213,22 @@ def _defaults(info: dict[str, Any], *, full: bool) -> tuple[int, int, float, int
     """Width, height, seconds and steps that suit the server."""
     if full:
         return _FULL
-    memory = [worker.get("memory") or {} for worker in info["workers"]]
+    from vllm_h3_plugin.serving.answers import mapping
+
+    memory = [mapping(mapping(worker).get("memory")) for worker in info["workers"]]
     return _TINY if all(part.get("device") == "cpu" for part in memory) else _SMALL
 
 
 def _require_tasks(info: dict[str, Any], kinds: list[Kind]) -> None:
     tasks = info["workers"][0].get("supported_tasks")
+    if not isinstance(tasks, list):
+        return
     for kind in kinds:
         if tasks and _TASKS[kind] not in tasks:
             can = [other.value for other in Kind if _TASKS[other] in tasks]
             raise UsageError(
                 f"the server cannot make a clip of the kind {kind.value}",
-                why=f"what it serves makes {', '.join(tasks)}",
+                why=f"what it serves makes {', '.join(map(str, tasks))}",
                 fix=f"Give --only {can[0]}." if can else "Serve the checkpoint's FL2VA folder for a smoke test.",
             )
 
