@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from dataclasses import replace
@@ -29,6 +30,7 @@ _SIDE = 32
 # Both hosts take a first frame of this size; 0.28 none that is smaller.
 _FRAME_SIDE = 256
 _SEEDS = 2**31
+_CONTAINER = ("VLLM_H3_PORT", "VLLM_H3_BIND", "VLLM_H3_API_KEY_FILE")
 
 # (width, height, seconds, steps). The reference platform makes clouds in any number of steps. On a device: the size
 # that most figures in docs/RESULTS.md are of, the shortest clip that H3 makes, and enough steps for a picture.
@@ -49,7 +51,10 @@ _PROMPTS = {Kind.t2va: "a red kite over a harbour at dusk", Kind.first_frame: "t
 
 
 def smoke(
-    url: str = typer.Option("http://127.0.0.1:8000", help="Address of the server."),
+    url: str | None = typer.Option(
+        None,
+        help="Address of the server. [default: the container's by .env of this folder, else http://127.0.0.1:8000]",
+    ),
     out: Path | None = typer.Option(
         None, "--out", "-o", help="Folder for the clips. [default: clips; with --request, the folder of that file]"
     ),
@@ -92,7 +97,7 @@ def smoke(
     The same command picks up what an earlier one has begun: a job that runs or is done is not made again, and neither
     is a clip that is finished and verified (--again makes another). If the server was started anew and does not know
     the job any more, it is asked for anew. The server's key, if it has one, is read from H3_API_KEY_FILE, else from
-    VLLM_API_KEY.
+    VLLM_API_KEY; without --url also from the file that VLLM_H3_API_KEY_FILE names in .env.
 
     \b
     Examples:
@@ -115,7 +120,7 @@ def smoke(
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
     from vllm_h3_plugin.cli.making import make_shown
     from vllm_h3_plugin.cli.serve import stop_on_sigterm
-    from vllm_h3_plugin.serving.client import VideoClient, callers_key
+    from vllm_h3_plugin.serving.client import VideoClient
     from vllm_h3_plugin.serving.clip_record import server_facts
     from vllm_h3_plugin.serving.limits import Limits
     from vllm_h3_plugin.video.tools import find_ffmpeg
@@ -129,12 +134,13 @@ def smoke(
     dimensions = _size(size) if size else None
     folder = out or (request.parent if request else CLIPS)
     find_ffmpeg()
+    url, key = _server(url)
     stop_on_sigterm()
     limits = Limits(total_s=timeout, stall_s=stall, reconnect_s=reconnect, max_bytes=max_mib << 20)
     console = stderr()
     made: list[Made] = []
     try:
-        with VideoClient(url, api_key=callers_key(), limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
+        with VideoClient(url, api_key=key, limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
             info = _prove(client)
             if request is not None:
                 orders = [_recorded(request)]
@@ -163,6 +169,25 @@ def smoke(
         raise typer.Exit(INTERRUPTED) from None
     if as_json:
         emit_json(True, url=url, clips=[_as_dict(clip) for clip in made])
+
+
+def _server(url: str | None) -> tuple[str, str | None]:
+    """Address and key of the server: the caller's, else those of the container that ``.env`` describes."""
+    from vllm_h3_plugin.preflight.dotenv import parse_env
+    from vllm_h3_plugin.serving.api_key import read_api_key
+    from vllm_h3_plugin.serving.client import callers_key
+
+    key = callers_key()
+    if url is not None:
+        return url, key
+    file = Path(".env")
+    values = parse_env(file.read_bytes(), environ=os.environ).values if file.is_file() else {}
+    chosen = {name: os.environ.get(name, values.get(name, "")) for name in _CONTAINER}
+    if key is None and chosen["VLLM_H3_API_KEY_FILE"]:
+        key = read_api_key(Path(chosen["VLLM_H3_API_KEY_FILE"]))
+    bound = chosen["VLLM_H3_BIND"]
+    address = "127.0.0.1" if bound in ("", "0.0.0.0", "::", "[::]") else bound
+    return f"http://{address}:{chosen['VLLM_H3_PORT'] or 8000}", key
 
 
 def _prove(client: VideoClient) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_without_an_engine_what_stands_on_it_is_left_out(
     assert (done.code, done.failed) == (1, ["docker"])
     assert remedy in done.check("docker")["remedy"]
     assert set(done.answer["skipped"]) == {"compose", "buildx", "NVIDIA runtime", "image", "disk"}
-    assert "not looked at until docker is right: compose, NVIDIA runtime, image, disk" in done.out
+    assert "not looked at until docker is right: compose, buildx, NVIDIA runtime, image, disk" in done.out
     assert not any("imagetools" in line for line in machine.asked)
 
 
