@@ -89,6 +89,11 @@ class Settings(BaseModel):
         description="Quantized snapshot. `auto`: load it if it fits, else load the checkpoint and write one. "
         "`require`: refuse to start without one that fits. `off`: neither read nor write.",
     )
+    shared_base: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="One read-only copy of the quantized weights for all ranks of the machine, mapped from the "
+        "snapshot. `auto`: where there is more than one rank. `on`: for a single rank too.",
+    )
     verify_checksums: Path | None = Field(
         default=None,
         description="File that `vllm-h3 checksums` wrote. Every shard is held against its SHA-256 while it is read.",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A snapshot as the one read-only base of all ranks of a machine.
 
-Each part's file is mapped once a process, ``MAP_SHARED`` and ``PROT_READ``, so that all processes look at the same pages
-of the page cache. What is taken as a view costs a process nothing of its own; what has to be copied (a slice of a
+Each part's file is mapped once a process, ``MAP_SHARED`` and ``PROT_READ``, so that all processes look at the same
+pages of the page cache. What is taken as a view costs a process nothing of its own; what has to be copied (a slice of a
 tensor-parallel rank that is no view, anything for an accelerator) is read with ``pread`` into anonymous memory: from
 the same pages, so from the disk at most once a machine, and never by a copy engine from a mapped page.
 
@@ -140,6 +140,14 @@ class SharedBase:
             self.copied_bytes += record.nbytes
         return _shaped(memory, record)
 
+    def read_into(self, part: str, record: TensorRecord, out: torch.Tensor, offset: int) -> None:
+        """Bytes of a record from ``offset`` on into ``out``, uint8 on the CPU.
+
+        Raises:
+            SnapshotError: the file was cut off.
+        """
+        self._parts[part].pread(memoryview(out.numpy()), record.offset + offset)
+
     def check(self) -> None:
         """Before views are used: every file is still as long as it was.
 
@@ -203,7 +211,7 @@ def require_host_memory(nbytes: int, available: int) -> None:
     """
     if nbytes > available:
         raise BusyError(
-            f"the shared base needs {nbytes / _GIB:.1f} GiB of host memory and {available / _GIB:.1f} GiB are available",
+            f"the shared base needs {nbytes / _GIB:.1f} GiB of host memory and {available / _GIB:.1f} GiB are free",
             why="all ranks map one copy of the quantized weights, which has to stay in memory",
             fix="End what is not needed, choose a recipe that holds less, or set H3_SHARED_BASE=off.",
             needed_bytes=nbytes,

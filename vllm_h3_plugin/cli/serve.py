@@ -48,6 +48,7 @@ def serve(
     """
     from vllm_h3_plugin.cli.console import emit_json, stderr
     from vllm_h3_plugin.serving.command import server_command
+    from vllm_h3_plugin.serving.ranks import wait_with_ranks
     from vllm_h3_plugin.serving.server import Server, check_port_free
 
     name, profile = _profile(
@@ -84,7 +85,7 @@ def serve(
                 f"recipe {worker['recipe']}, backend {worker['backend']}, attention {worker['attention']}",
                 markup=False,
             )
-            code = server.wait()
+            code = wait_with_ranks(server, info["workers"], say=lambda text: console.print(text, markup=False))
         if as_json:
             emit_json(code == 0, exit_code=code, url=command.url)
         sys.exit(code if code >= 0 else 128 - code)

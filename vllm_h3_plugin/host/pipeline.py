@@ -18,6 +18,7 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
 from vllm_h3_plugin import __version__, settings
+from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
@@ -119,6 +120,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._vaes = vaes
         self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
+        self._base: SharedBase | None = None
         for name in self._dit_modules:
             dit = getattr(self, name)
             progress.watch(dit)
@@ -168,6 +170,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         )
         loaded = loading.load()
         self._tables = loading.tables
+        self._base = loading.base
         for name in self._dit_modules:
             getattr(self, name).post_load_weights()
         filled = set(loaded.filled)
@@ -261,6 +264,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, watched for memory, with its end announced whether it succeeds or fails."""
         try:
+            if self._base is not None:
+                self._base.check()
             with self._watch.request():
                 return super().forward(*args, **kwargs)
         finally:
