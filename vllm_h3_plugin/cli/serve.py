@@ -33,6 +33,9 @@ def serve(
     task: str | None = typer.Option(None, help="auto, t2va, fl2va, ref2va or combined. [default: auto]"),
     executor: str | None = typer.Option(None, help="auto, uni (one process) or mp (one a device). [default: auto]"),
     attention: str | None = typer.Option(None, help="Attention backend by name. [default: the platform's choice]"),
+    resident: str | None = typer.Option(
+        None, help="Weights on the device between stages: all, or stage (those of the one that runs). [default: all]"
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the command, start nothing."),
     as_json: bool = typer.Option(False, "--json", help="End with one JSON line."),
 ) -> None:
@@ -61,6 +64,7 @@ def serve(
             "task": task,
             "executor": executor,
             "attention": attention,
+            "resident": resident,
         },
     )
     partition = check_before_start(profile, name)

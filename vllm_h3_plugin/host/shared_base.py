@@ -24,6 +24,7 @@ from vllm_h3_plugin.host.linear_method import stored
 from vllm_h3_plugin.host.parts import Part
 from vllm_h3_plugin.host.snapshots import Snapshots, require_fits
 from vllm_h3_plugin.host.worker_memory import any_rank
+from vllm_h3_plugin.settings import Settings
 
 logger = init_logger(__name__)
 
@@ -61,9 +62,11 @@ class _Taken:
     takeovers: int = 0
 
 
-def wanted(mode: str, ranks: int, snapshots: Snapshots) -> bool:
-    """Whether a base is shared: ``auto`` where there is more than one rank and something to keep."""
-    return snapshots.writes and (mode == "on" or (mode == "auto" and ranks > 1))
+def wanted(settings: Settings, ranks: int, snapshots: Snapshots) -> bool:
+    """Whether a base is shared, if there is one to keep: ``auto`` where ranks share it or stages come back from it."""
+    mode = settings.shared_base
+    auto = ranks > 1 or settings.resident == "stage"
+    return snapshots.writes and (mode == "on" or (mode == "auto" and auto))
 
 
 class BaseOfRanks:

@@ -109,7 +109,7 @@ class WeightLoading:
             SnapshotError: H3_SNAPSHOT=require and there is no sound snapshot that fits.
         """
         started = time.perf_counter()
-        shared = shared_base.wanted(self._settings.shared_base, self._ranks, self._snapshots)
+        shared = shared_base.wanted(self._settings, self._ranks, self._snapshots)
         loaded = self._from_base() if shared else self._from_snapshot() or self._from_checkpoint(self._rank == 0)
         for name, tables in self.tables.items():
             begun = time.perf_counter()
@@ -144,7 +144,8 @@ class WeightLoading:
         for part in self._parts if on_cpu or not built else ():
             begun = time.perf_counter()
             self._progress.phase(f"taking {part.name} from the shared base")
-            nbytes = shared_base.attach(taken.base, part, views=on_cpu)
+            # A stage that is to be dropped needs memory of its own to drop.
+            nbytes = shared_base.attach(taken.base, part, views=on_cpu and self._settings.resident == "all")
             loaded.nbytes += 0 if built else nbytes
             loaded.seconds.setdefault(part.name, round(time.perf_counter() - begun, 3))
         loaded.detail = loaded.detail or taken.base.snapshot.id

@@ -172,3 +172,17 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_the_recipe_that_would
 
 def test_maps_are_values() -> None:
     assert replace(ROLE_MAPS["one"], name="one") == ROLE_MAPS["one"]
+
+
+def test_stages_that_take_turns_need_the_widest_and_are_named_as_a_way_out() -> None:
+    """int8 keeps the text encoder in BF16: 48 GiB beside the DiT do not fit on 64, and in its place they do."""
+    roles, shapes, recipe = ROLE_MAPS["one"], ModelShapes(), load_recipe("int8")
+    (load,) = check_fit(hosting(roles), 1, shapes, recipe, 64, stages=True)
+    widest = max(load.parts["text_encoder"], load.parts["dit"])
+    assert load.nbytes == widest + load.phase[1] and " or " in str(load)
+    with pytest.raises(RecipeError, match="does not fit on card 0") as caught:
+        check_fit(hosting(roles), 1, shapes, recipe, 64)
+    assert "--resident stage" in caught.value.fix
+    with pytest.raises(RecipeError) as caught:
+        check_fit(hosting(roles), 1, shapes, recipe, 32, stages=True)
+    assert "--resident" not in caught.value.fix
