@@ -196,9 +196,9 @@ def main() -> int:
         "first: three quarters are taken whole, as views, one quarter is cut between the ranks and copied, as the text "
         "encoder is. Bytes read are `/proc/PID/io`'s; a rank's share of memory is its share of the mapped files "
         "(`smaps`) and the growth of its anonymous memory, which is the interpreter's own to some MiB. A prompt reads "
-        "every weight once. Reload: from the base through a slot of 1 MiB into new memory of the CPU, which stands for "
-        "the card; no accelerator was used, so what a copy to a card takes is not in it. INT8 linear: 256 rows, 1024 "
-        "columns, Gaussian, against FP32; the figure is that of the widest sums, which are the worst. INT8 DiT: 8 "
+        "every weight once. Reload: from the base into new memory of the CPU, which stands for the card and needs "
+        "no slot; no accelerator was used, so the slot and the copy to a card are not in it. INT8 linear: 256 rows, "
+        "1024 columns, Gaussian, against FP32; the figure is that of the widest sums, which are the worst. INT8 DiT: 8 "
         "blocks of width 512, first and last frame given, one forward.",
     )
     print(write_result(RESULTS, "ranks", result))

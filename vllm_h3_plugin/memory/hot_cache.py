@@ -4,7 +4,8 @@
 A stage is dropped by giving each of its tensors empty data; one that is used all the same is a shape error and no
 access to freed memory. Tensors that share a storage share it again after the reload. What it is reloaded from stays: a
 part's bytes in the read-only base, or a host copy where the device holds other bytes than the base. Bytes of the base
-go through an anonymous slot (page-locked for CUDA), never from a mapped page to the device.
+go through an anonymous slot (page-locked for CUDA), never from a mapped page to the device; where the device is the CPU
+they are read into its anonymous memory at once.
 
 The order of stages in a request is known, so what is evicted first is what is needed last from here on.
 """
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -26,8 +27,7 @@ from vllm_h3_plugin.errors import LoadError, SettingsError
 Policy = Literal["cycle", "lru"]
 
 _GIB = 2**30
-# Of a CPU's slot it is good if it stays in the cache between its two copies; a device wants few large copies.
-_CPU_SLOT, _DEVICE_SLOT = 1 << 20, 64 << 20
+_SLOT = 128 << 20
 _READERS = 4
 
 
@@ -113,9 +113,17 @@ class HotCache:
         budget: bytes of weights that may be on the device at once; None: those of the largest stage.
         policy: ``cycle`` evicts what comes last in ``order`` from the stage that is asked for; ``lru`` what was used
             longest ago.
+        slot_bytes: of the slot, even; None: 128 MiB for a device, and none on the CPU, whose memory needs no slot.
     """
 
-    def __init__(self, order: Sequence[str], budget: int | None = None, policy: Policy = "cycle") -> None:
+    def __init__(
+        self,
+        order: Sequence[str],
+        budget: int | None = None,
+        policy: Policy = "cycle",
+        slot_bytes: int | None = None,
+    ) -> None:
+        self._slot_bytes = slot_bytes
         self._order = list(order)
         self._budget = budget
         self._policy = policy
@@ -261,19 +269,44 @@ class HotCache:
         if isinstance(source, HostCopy):
             target.copy_(source.data)
             return
+        if target.device.type == "cpu" and self._slot_bytes is None:
+            source.read_into(target, 0)  # already anonymous memory: a slot would only copy twice
+            return
         slot = self._slot_for(target.device)
-        for begin in range(0, target.numel(), slot.numel()):
-            part = slot[: min(slot.numel(), target.numel() - begin)]
-            if target.device.type == "cpu":
-                source.read_into(part, begin)
-            else:
-                step = -(-part.numel() // _READERS)
-                cuts = range(0, part.numel(), step)
-                list(readers.map(lambda at: source.read_into(part[at : at + step], begin + at), cuts))  # noqa: B023
-            target[begin : begin + part.numel()].copy_(part)
+        # Two halves: one is filled while the other is on its way to the device.
+        half, sent = slot.numel() // 2, [None, None]
+        for number, begin in enumerate(range(0, target.numel(), half)):
+            turn = number % 2
+            part = slot[turn * half :][: min(half, target.numel() - begin)]
+            _wait(sent[turn])
+            step = -(-part.numel() // _READERS)
+            reads = [
+                readers.submit(source.read_into, part[at : at + step], begin + at)
+                for at in range(0, part.numel(), step)
+            ]
+            for read in reads:
+                read.result()
+            target[begin : begin + part.numel()].copy_(part, non_blocking=True)
+            sent[turn] = _mark(target.device)
+        for event in sent:
+            _wait(event)
 
     def _slot_for(self, device: torch.device) -> torch.Tensor:
         if self._slot is None:
-            size = _CPU_SLOT if device.type == "cpu" else _DEVICE_SLOT
+            size = self._slot_bytes or _SLOT
             self._slot = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         return self._slot
+
+
+def _mark(device: torch.device) -> Any:
+    """What tells when copies that were asked for until now are done; None where a copy is done when it returns."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _wait(event: Any) -> None:
+    if event is not None:
+        event.synchronize()

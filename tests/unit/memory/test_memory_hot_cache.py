@@ -88,8 +88,9 @@ def test_a_stage_in_use_is_not_evicted_and_the_budget_is_named() -> None:
         cache.drop("dit")
 
 
-def test_bytes_of_another_source_come_through_the_slot() -> None:
-    """A source that is not a host copy is read piece by piece, at every offset."""
+@pytest.mark.parametrize("slot_bytes", [None, 1 << 20, 1000002])
+def test_bytes_of_another_source_are_each_read_once(slot_bytes: int | None) -> None:
+    """Through a slot piece by piece; without one, as on the CPU, into the new memory itself."""
     module = torch.nn.Linear(1024, 1024, bias=False)
     before = module.weight.detach().clone()
     seen: list[tuple[int, int]] = []
@@ -102,12 +103,12 @@ def test_bytes_of_another_source_come_through_the_slot() -> None:
             seen.append((offset, out.numel()))
             self.copy.read_into(out, offset)
 
-    cache = HotCache(("dit",))
+    cache = HotCache(("dit",), slot_bytes=slot_bytes)
     cache.add("dit", {"weight": module.weight}, lambda name, data: Bytes(data))
     cache.drop("dit")
     with cache.use("dit"):
         assert torch.equal(module.weight, before)
-    assert sum(size for _, size in seen) == before.nbytes and len(seen) > 1
+    assert sum(size for _, size in seen) == before.nbytes and (len(seen) == 1) == (slot_bytes is None)
     assert cache.facts()["dit"]["host_copy_bytes"] == 0
 
 
