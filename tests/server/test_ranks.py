@@ -25,6 +25,10 @@ MOST_PIXEL, MOST_SOUND = 6.0, 0.06
 text encoder's row-parallel layers add in another order; H.264 and AAC make more of it. Another seed differs by 10 times
 as much."""
 
+CODE = 512 << 10
+"""Bytes that a server may read of programs and libraries whose pages a busy machine has dropped; the text encoder's
+weights alone, read once, are ten times that."""
+
 
 def cut_between(ranks: int) -> dict[str, tuple[int, ...]]:
     """Everything on all cards, the audio VAE on the last: role map ``four`` for any number."""
@@ -58,7 +62,7 @@ def test_two_ranks_make_one_ranks_clip_within_the_tolerance(two: Running, fp8: R
 
 
 def test_prompts_in_a_row_read_no_weights(two: Running, tmp_path: Path) -> None:
-    assert weight_reads(two, tmp_path, prompts=3) == 0
+    assert reads(two, tmp_path, prompts=3) <= CODE
 
 
 def test_a_rank_killed_in_a_request_is_a_failure_with_a_name_and_an_end(two: Running, tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ def test_stages_that_take_turns_make_the_same_clip_to_the_byte(
         asked = request(seed=seed)
         one = fp8.make(asked, tmp_path / f"all{seed}.mp4").read_bytes()
         assert staged.make(asked, tmp_path / f"stage{seed}.mp4").read_bytes() == one
-    assert weight_reads(staged, tmp_path, prompts=3) == 0
+    assert reads(staged, tmp_path, prompts=3) <= CODE
     stages = staged.client.info()["workers"][0]["stages"]
     assert all(stage["reloads"] >= 2 for stage in stages.values())
     assert stages["dit"]["host_copy_bytes"] < stages["dit"]["nbytes"], "the DiT comes back from the base"
@@ -111,10 +115,10 @@ def test_many_ranks_twenty_prompts(own_servers: Servers, fl2va: Path, fp8: Runni
     one = fp8.make(request(seed=5), tmp_path / "one.mp4")
     pixels, sound = differences(one, again.make(request(seed=5), tmp_path / "many.mp4"))
     assert pixels <= MOST_PIXEL and sound <= MOST_SOUND
-    assert weight_reads(again, tmp_path, prompts=20) == 0
+    assert reads(again, tmp_path, prompts=20) <= CODE
 
 
-def weight_reads(running: Running, folder: Path, prompts: int) -> int:
+def reads(running: Running, folder: Path, prompts: int) -> int:
     """Bytes that the workers read from the disk over that many prompts, after one that warms them up."""
     running.make(request(seed=100), folder / "warm.mp4")
     processes = [psutil.Process(worker["pid"]) for worker in running.info["workers"]]

@@ -113,6 +113,8 @@ def _profile(target: str, flags: dict[str, object]) -> tuple[str, Profile]:
     chosen = {key: value for key, value in flags.items() if value is not None}
     if values.recipe is not None:
         chosen.setdefault("recipe", values.recipe)
+    if values.resident == "stage":
+        chosen.setdefault("resident", "stage")
     if values.reference:
         chosen["reference"] = True
     return name, profile.with_flags(chosen)

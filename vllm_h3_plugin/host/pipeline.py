@@ -186,8 +186,6 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         # Here and not in setup_compile, which the host does not call where nothing is to be compiled.
         self._prepare_tables()
         self._report(loaded)
-        self._hot = keep_stages(self, self._settings, self._base)
-        self._publish()
         return filled
 
     def _report(self, loaded: Loaded) -> None:
@@ -273,6 +271,9 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         try:
             if self._base is not None:
                 self._base.check()
+            if self._hot is None:
+                # Not at the load: the host still works on the weights of its own linear layers after that.
+                self._hot = keep_stages(self, self._settings, self._base)
             with self._watch.request():
                 return super().forward(*args, **kwargs)
         finally:

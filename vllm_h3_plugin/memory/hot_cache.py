@@ -215,8 +215,10 @@ class HotCache:
         stage = self._stages[name]
         if stage.in_use:
             raise LoadError(f"stage {name} is in use", why="its weights cannot leave the device now")
-        for block in stage.blocks if stage.resident else ():
-            block.drop()
+        # Tensors of inference mode cannot be the data of those that were made outside of it; here and below.
+        with torch.inference_mode(False):
+            for block in stage.blocks if stage.resident else ():
+                block.drop()
         stage.resident = False
 
     def facts(self) -> dict[str, dict[str, float | bool]]:
@@ -255,7 +257,6 @@ class HotCache:
 
     def _reload(self, stage: Stage) -> None:
         begun = time.perf_counter()
-        # Tensors of inference mode cannot be the data of those that were made outside of it.
         with ThreadPoolExecutor(_READERS) as readers, torch.inference_mode(False):
             for block in stage.blocks:
                 memory = torch.empty(block.nbytes, dtype=torch.uint8, device=block.device)

@@ -41,7 +41,7 @@ class Load:
 
     Attributes:
         parts: part -> bytes of its weights there.
-        stages: whether stages take turns, so that the widest alone counts and both VAEs are one.
+        stages: whether stages take turns once all are loaded.
         phase: the widest phase that the card takes part in, and its bytes.
     """
 
@@ -52,16 +52,15 @@ class Load:
 
     @property
     def nbytes(self) -> int:
-        """Weights and the widest phase."""
+        """Weights and the widest phase. Stages that take turns need all weights at the load, and then the widest."""
+        weights = sum(self.parts.values())
         if not self.stages:
-            return sum(self.parts.values()) + self.phase[1]
+            return weights + self.phase[1]
         vaes = sum(nbytes for part, nbytes in self.parts.items() if part.endswith("vae"))
-        return max(vaes, *self.parts.values(), 0) + self.phase[1]
+        return max(weights, max(vaes, *self.parts.values(), 0) + self.phase[1])
 
     def __str__(self) -> str:
-        parts = (" or " if self.stages else " + ").join(
-            f"{part} {nbytes / GIB:.1f}" for part, nbytes in self.parts.items()
-        )
+        parts = " + ".join(f"{part} {nbytes / GIB:.1f}" for part, nbytes in self.parts.items())
         name, nbytes = self.phase
         return f"card {self.card}: {self.nbytes / GIB:.1f} GiB ({parts} + {name} {nbytes / GIB:.1f})"
 
@@ -69,7 +68,7 @@ class Load:
 def loads(
     placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe, *, stages: bool = False
 ) -> tuple[Load, ...]:
-    """Predicted bytes of each card; ``stages``: only those of the stage that runs are there."""
+    """Predicted bytes of each card; ``stages``: those of the stage that runs, once all were loaded."""
     given = plan(recipe, linear_layers(shapes.dit, shapes.text))
     whole = predict_resident(shapes, given).parts
     cut = predict_resident(shapes, given, tp=placed.text_encoder_tp).parts
