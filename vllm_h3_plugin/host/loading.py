@@ -29,6 +29,7 @@ from vllm_h3_plugin.checkpoint.loader import (
 )
 from vllm_h3_plugin.errors import LoadError
 from vllm_h3_plugin.host.adaln import ADALN
+from vllm_h3_plugin.host.adopt import adopt
 from vllm_h3_plugin.host.linear_method import RESIDENT_DTYPE, QuantizedLinearMethod, is_filled, stored
 from vllm_h3_plugin.host.quantizer import SCALE, Quantizer, Sink
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
@@ -188,29 +189,6 @@ class PartLoader:
                     fix="Another plugin or a host of another version changed the layer; run `vllm-h3 doctor`.",
                     path=f"{self.part}.{param}",
                 )
-
-
-def adopt(
-    module: torch.nn.Module, params: Mapping[str, torch.Tensor], views: Mapping[str, torch.Tensor]
-) -> dict[str, torch.nn.Parameter]:
-    """Put tensors in the place of a module's parameters, with the attributes of those. Copies nothing.
-
-    Raises:
-        LoadError: a tensor has another shape or element type than the parameter.
-    """
-    adopted = {}
-    for name, view in views.items():
-        old, new = params[name], stored(params[name], view)
-        if (old.shape, old.dtype) != (new.shape, new.dtype):
-            raise LoadError(
-                f"{name} is {old.dtype} {list(old.shape)}", why=f"the base has {new.dtype} {list(new.shape)}"
-            )
-        parameter = torch.nn.Parameter(new, requires_grad=False)
-        parameter.__dict__.update(old.__dict__)
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, parameter)
-        adopted[name] = parameter
-    return adopted
 
 
 def dit_loader(
