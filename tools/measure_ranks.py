@@ -63,7 +63,7 @@ def measure_base(folder: Path) -> tuple[Figures, list[dict[str, Cell]]]:
 
 
 def measure_reload(folder: Path) -> tuple[Figures, list[dict[str, Cell]]]:
-    """A stage that comes back from the base, against a copy of the same bytes into memory that is there, one thread each."""
+    """A stage that comes back from the base, against a copy of its bytes to memory that is there, one thread each."""
     import torch
 
     from tools.rank_processes import KEY, WHOLE, write_base
