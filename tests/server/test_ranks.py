@@ -31,9 +31,9 @@ weights alone, read once, are ten times that."""
 
 
 def cut_between(ranks: int) -> dict[str, tuple[int, ...]]:
-    """As role map ``four``, for any number; the tiny text encoder has two key/value heads, so two cards share it."""
+    """As role map ``four``, but for the tiny text encoder: it has two key/value heads, and the host cuts it between all ranks or none."""
     cards = tuple(range(ranks))
-    return {"dit": cards, "text_encoder": cards[:2], "video_vae": cards, "audio_vae": (ranks - 1,)}
+    return {"dit": cards, "text_encoder": cards if ranks == 2 else (0,), "video_vae": cards, "audio_vae": (ranks - 1,)}
 
 
 @pytest.fixture(scope="module")
