@@ -31,7 +31,7 @@ weights alone, read once, are ten times that."""
 
 
 def cut_between(ranks: int) -> dict[str, tuple[int, ...]]:
-    """As role map ``four``, but for the tiny text encoder: it has two key/value heads, and the host cuts it between all ranks or none."""
+    """As role map ``four``, but the tiny text encoder has two key/value heads: the host cuts it between all or none."""
     cards = tuple(range(ranks))
     return {"dit": cards, "text_encoder": cards if ranks == 2 else (0,), "video_vae": cards, "audio_vae": (ranks - 1,)}
 
