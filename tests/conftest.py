@@ -50,6 +50,7 @@ for _name, _value in {**HOST_ENVIRONMENT, "VLLM_NO_USAGE_STATS": "1"}.items():
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vllm-h3-plugin")
     group.addoption("--accelerator", choices=sorted(NEEDS), help="Run the tests marked for this accelerator.")
+    group.addoption("--soak", action="store_true", help="Run the tests marked soak: many ranks, many prompts, long.")
     group.addoption("--report", metavar="FILE", type=Path, help="Write what ran and what could not as JSON.")
 
 
@@ -107,6 +108,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
         only = item.get_closest_marker("only_host")
         reason = next((NEEDS[kind] for kind in NEEDS if kind != accelerator and item.get_closest_marker(kind)), None)
+        if reason is None and item.get_closest_marker("soak") and not config.getoption("--soak"):
+            reason = "takes long: run `make soak`"
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
         if reason is None and item.get_closest_marker("oracle"):
