@@ -2,7 +2,7 @@
 """Tensors over a read-only mapping, which no operator of torch can write to.
 
 ``torch.frombuffer`` gives a writable tensor over a mapping that is not: a write kills the process with SIGSEGV (tried
-in torch 2.11 and 2.13). A private mapping would take the write and silently keep a copy of the page. Here every
+in torch 2.13). A private mapping would take the write and silently keep a copy of the page. Here every
 operator passes ``__torch_dispatch__``, which reads from its schema whether it writes one of these tensors, and raises
 before it runs. Views of such a tensor are such tensors. Ways round the operators are closed one by one: storage,
 DLPack, NumPy. What is left is code that takes ``data_ptr()`` and writes through it.
