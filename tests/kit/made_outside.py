@@ -18,6 +18,7 @@ from tests.unit.preflight.preflight_machine import GIB, MadeMachine
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.machine import Ran
+from vllm_h3_plugin.serving.client import authorization
 from vllm_h3_plugin.serving.server import PIPELINE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +189,8 @@ class MadeOutside:
 
     def http(self, url: str, key: str | None) -> httpx.Client:
         self.keys.append(key)
-        return httpx.Client(base_url=url, transport=httpx.MockTransport(self.server.answer))
+        transport = httpx.MockTransport(self.server.answer)
+        return httpx.Client(base_url=url, transport=transport, headers=authorization(key))
 
     def held_bytes(self, pid: int) -> int | None:
         return self.processes.get(pid)

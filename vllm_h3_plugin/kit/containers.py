@@ -7,6 +7,7 @@ import ipaddress
 import json
 import re
 import shlex
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -35,6 +36,7 @@ _LOOKS = 3
 """Times that a container may vanish between the list and its description."""
 
 LOG_TIMEOUT_S = 10.0
+_KEPT_LINES = 20_000
 
 
 @dataclass(frozen=True)
@@ -148,18 +150,21 @@ def read_log(
     lines: int = 400,
     *,
     whole: bool = False,
-    timeout_s: float = LOG_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> list[str]:
     """The end of a container's log, output and messages together, without escapes; empty if it cannot be read.
 
     Args:
         whole: also what was printed before its last start.
-        timeout_s: an engine that takes longer is not waited for; what it gave until then counts.
+        timeout_s: an engine that takes longer is not waited for, nor one that takes ``LOG_TIMEOUT_S``; what it gave
+            until then counts.
     """
     since = () if whole or container.started_at is None else ("--since", container.started)
     try:
         words = (project.engine, "logs", *since, "--tail", str(lines), container.id)
-        return [plain_line(line) for line in outside.lines(words, timeout_s)]
+        limit = LOG_TIMEOUT_S if timeout_s is None else min(timeout_s, LOG_TIMEOUT_S)
+        # An engine that does not keep to --tail must not fill the memory either.
+        return [plain_line(line) for line in deque(outside.lines(words, limit), maxlen=max(lines, _KEPT_LINES))]
     except ToolMissingError:
         return []
 

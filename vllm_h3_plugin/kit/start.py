@@ -13,7 +13,6 @@ import httpx
 from vllm_h3_plugin.errors import BusyError, H3Error, HostError, ServerError, SettingsError
 from vllm_h3_plugin.kit.answers import Answers, ask_server, url_of
 from vllm_h3_plugin.kit.containers import (
-    LOG_TIMEOUT_S,
     Container,
     check_of,
     engine_error,
@@ -126,7 +125,7 @@ class Starter:
     def _same_configuration(self) -> bool | None:
         """Compose's own judgement, without its deed; None where this compose has none."""
         argv = self._project.compose("--dry-run", "up", "--detach", "--no-deps", self._project.server)
-        answer = self._outside.run(argv, 60)
+        answer = self._outside.run(argv, min(60.0, max(1.0, self._timeout_s)))
         if isinstance(answer, Unknown) or answer.code:
             return None
         verdicts = re.findall(r"Container\s+\S+\s+(\w+)", f"{answer.stdout}\n{answer.stderr}")
@@ -184,7 +183,7 @@ class Starter:
                 if answers.well and self._proved(http, answers):
                     return Up(url, seconds, already, compared, dict(answers.info))
             left = max(1.0, self._timeout_s - self._seconds())
-            log = read_log(self._outside, self._project, server, timeout_s=min(LOG_TIMEOUT_S, left))
+            log = read_log(self._outside, self._project, server, timeout_s=left)
             phase, detail = start_phase(log)
             self._say(phase, detail)
             if self._seconds() > self._timeout_s:

@@ -111,6 +111,8 @@ class Stopper:
             left = max(0.0, timeout_s - (self._outside.monotonic() - started))
             answers, lost = self._kill(server) if now else self._wait_for_jobs(server, left)
             killed += [lost] if lost else []
+            if answers is None:
+                continue
             held = held.and_also(measure(self._outside, self._project, server, answers.info))
         if killed:
             self._note(f"killed: {'; '.join(killed)}")
@@ -134,7 +136,7 @@ class Stopper:
             return replace(answers, unsure=f"{answers.unsure}, and {self._no_key}")
         return answers
 
-    def _kill(self, server: Container) -> tuple[Answers, str]:
+    def _kill(self, server: Container) -> tuple[Answers | None, str]:
         """What is lost with a server that is stopped now, as far as it can be told."""
         answers = self._look(server)
         words = jobs_in_words(answers, self._outside.now())
@@ -143,8 +145,8 @@ class Stopper:
             return answers, f"{words}; {rest}" if words else rest
         return answers, words
 
-    def _wait_for_jobs(self, server: Container, timeout_s: float) -> tuple[Answers, str]:
-        """Until the server says that nothing runs, or has ended, or its job is stuck, which is then what is lost.
+    def _wait_for_jobs(self, server: Container, timeout_s: float) -> tuple[Answers | None, str]:
+        """Until the server says that nothing runs, or its job is stuck, which is then what is lost; or it has ended.
 
         Raises:
             BusyError, ServerError: there is, or may be, a job.
@@ -175,7 +177,7 @@ class Stopper:
             self._outside.sleep(LOOK_S)
             again = self._again(server)
             if again is None:
-                return answers, ""
+                return None, ""
             server = again
 
     def _again(self, server: Container) -> Container | None:
