@@ -207,6 +207,10 @@ class MadeOutside:
             self._events.remove(event)
             event[1]()
 
+    def setenv(self, name: str, value: str) -> None:
+        """Let the caller have set a variable."""
+        self.machine.environ = {**self.machine.environ, name: value}
+
     def available(self, gib: float) -> None:
         """Let MemAvailable be this much."""
         self.machine.main_memory = replace(self.machine.main_memory, available_bytes=int(gib * GIB))

@@ -224,7 +224,7 @@ def test_each_server_that_runs_is_asked(running: MadeOutside, verb: Verb) -> Non
 
 @pytest.mark.parametrize("key", ["sekrit one", "sekrit\r", "sekrit\nsekrittwo", "schl\u00fcssel-sekrit"])
 def test_a_key_that_is_none_is_not_sent_nor_shown(running: MadeOutside, verb: Verb, key: str) -> None:
-    running.machine.environ["VLLM_API_KEY"] = key
+    running.setenv("VLLM_API_KEY", key)
     running.server.info_status = 401
     for name in ("down", "status", "up"):
         ended = verb(name)
@@ -240,14 +240,14 @@ def test_stuck_is_what_the_health_check_calls_so(running: MadeOutside, verb: Ver
     if how == ".env":
         (running.checkout / ".env").write_text("VLLM_H3_STUCK_AFTER_S=7200\n")
     else:
-        running.machine.environ["VLLM_H3_STUCK_AFTER_S"] = "7200"
+        running.setenv("VLLM_H3_STUCK_AFTER_S", "7200")
     assert verb("status").code == 0
     ended = verb("down", "--timeout", "60")
     assert ended.code == BusyError.exit_code and running.words == []
 
 
 def test_a_limit_that_is_no_number_is_named(running: MadeOutside, verb: Verb) -> None:
-    running.machine.environ["VLLM_H3_STUCK_AFTER_S"] = "2h"
+    running.setenv("VLLM_H3_STUCK_AFTER_S", "2h")
     for name in ("down", "status"):
         ended = verb(name)
         assert ended.code == SettingsError.exit_code and "VLLM_H3_STUCK_AFTER_S=2h" in ended.err and ".env" in ended.err

@@ -219,7 +219,7 @@ def test_what_a_terminal_would_obey_is_not_printed(running: MadeOutside, verb: V
 
 
 def test_the_key_is_hidden_in_what_others_say(running: MadeOutside, verb: Verb) -> None:
-    running.machine.environ["VLLM_API_KEY"] = "sekrit"
+    running.setenv("VLLM_API_KEY", "sekrit")
     running.server.version = "Bearer sekrit"
     for name in ("status", "up"):
         ended = verb(name)
@@ -240,7 +240,7 @@ def test_a_key_file_without_a_key_is_said_so(
     if how == ".env":
         (checkout / ".env").write_text("VLLM_H3_API_KEY_FILE=./a key\n")
     else:
-        running.machine.environ[how] = str(checkout / "a key")
+        running.setenv(how, str(checkout / "a key"))
     running.server.info_status = 401
     ended = verb("status")
     assert ended.code == 0 and running.keys == [None]
@@ -249,7 +249,7 @@ def test_a_key_file_without_a_key_is_said_so(
 
 def test_a_key_file_with_carriage_returns_holds_its_key(running: MadeOutside, verb: Verb, checkout: Path) -> None:
     (checkout / "key").write_bytes(b"sekrit\r\n")
-    running.machine.environ["H3_API_KEY_FILE"] = str(checkout / "key")
+    running.setenv("H3_API_KEY_FILE", str(checkout / "key"))
     assert verb("status").code == 0 and running.keys == ["sekrit"]
 
 
@@ -266,7 +266,7 @@ def test_an_empty_variable_of_the_shell_counts_as_compose_counts_it(
     outside: MadeOutside, verb: Verb, checkout: Path
 ) -> None:
     (checkout / ".env").write_text("VLLM_H3_PORT=8123\n")
-    outside.machine.environ["VLLM_H3_PORT"] = ""
+    outside.setenv("VLLM_H3_PORT", "")
     assert verb("status", "--json").answer["url"] == "http://127.0.0.1:8000"
 
 
@@ -280,14 +280,14 @@ def test_a_folder_that_is_no_checkout_is_named(outside: MadeOutside, verb: Verb)
     [("VLLM_H3_PORT", "abc"), ("VLLM_H3_PORT", "70000"), ("VLLM_H3_BIND", "a:b"), ("VLLM_H3_BIND", "[x")],
 )
 def test_a_port_or_address_that_is_none_is_named(outside: MadeOutside, verb: Verb, name: str, value: str) -> None:
-    outside.machine.environ[name] = value
+    outside.setenv(name, value)
     ended = verb("status")
     assert ended.code == 2 and f"{name}={value}" in ended.err and ".env" in ended.err
 
 
 @pytest.mark.parametrize("value", ["[::1]", "::1"])
 def test_an_address_of_version_6_may_stand_in_brackets(outside: MadeOutside, verb: Verb, value: str) -> None:
-    outside.machine.environ["VLLM_H3_BIND"] = value
+    outside.setenv("VLLM_H3_BIND", value)
     assert verb("status", "--json").answer["url"] == "http://[::1]:8000"
 
 
@@ -296,7 +296,7 @@ def test_a_port_that_the_engine_garbles_is_taken_from_the_variables(
     running: MadeOutside, verb: Verb, port: object
 ) -> None:
     running.boxes[-1].host_port = port
-    running.machine.environ["VLLM_H3_PORT"] = "8123"
+    running.setenv("VLLM_H3_PORT", "8123")
     assert verb("status", "--json").answer["url"] == "http://127.0.0.1:8123"
 
 
@@ -311,8 +311,13 @@ def test_a_description_that_is_none_is_said_so(running: MadeOutside, verb: Verb,
 def test_parts_of_a_description_may_be_of_any_type(running: MadeOutside, verb: Verb) -> None:
     one = running.boxes[-1].inspect(running.checkout)
     for odd in (None, [], "x", 7):
-        state = {"Status": "exited", "ExitCode": odd, "Health": odd, "StartedAt": odd}
-        parts = {"State": state, "NetworkSettings": {"Ports": odd}, "HostConfig": odd, "RestartCount": odd}
+        state: dict[str, Any] = {"Status": "exited", "ExitCode": odd, "Health": odd, "StartedAt": odd}
+        parts: dict[str, Any] = {
+            "State": state,
+            "NetworkSettings": {"Ports": odd},
+            "HostConfig": odd,
+            "RestartCount": odd,
+        }
         running.refuses["docker inspect"] = Ran(0, json.dumps([{**one, **parts}]))
         assert verb("status", "--json").answer["container"]["restarts"] in (0, 7)
 
