@@ -220,7 +220,10 @@ def require_host_memory(nbytes: int, available: int) -> None:
 
 
 def announce_bus_errors(stream: IO[str] | None = None) -> None:
-    """Have a SIGBUS of this process leave a traceback of all threads before it ends."""
+    """Have a SIGBUS of this process leave a traceback of all threads before it ends.
+
+    Where several threads meet the hole at once, the process ends in the middle of the message.
+    """
     import faulthandler
 
     faulthandler.enable(stream or sys.__stderr__ or sys.stderr, all_threads=True)
