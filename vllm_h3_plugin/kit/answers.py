@@ -15,8 +15,9 @@ from vllm_h3_plugin.kit.containers import reachable
 from vllm_h3_plugin.kit.outside import HTTP_TIMEOUT_S, Outside
 from vllm_h3_plugin.kit.project import Project, variable
 from vllm_h3_plugin.kit.told import ToldInfo, ToldJobs, parse, read_info, read_jobs, tidy_text
+from vllm_h3_plugin.preflight.check import is_number
 from vllm_h3_plugin.serving.answers import Answer, ask
-from vllm_h3_plugin.serving.api_key import read_api_key
+from vllm_h3_plugin.serving.api_key import fault_of_key, read_api_key
 from vllm_h3_plugin.serving.health import describe_progress
 from vllm_h3_plugin.serving.limits import Deadline
 
@@ -180,7 +181,7 @@ def find_key(outside: Outside, project: Project | None) -> tuple[str | None, str
     named = environ.get("H3_API_KEY_FILE", "")
     if not named and environ.get("VLLM_API_KEY"):
         key = environ["VLLM_API_KEY"]
-        return (key, "") if _is_word(key) else (None, f"VLLM_API_KEY holds no key: {_NO_WORD}")
+        return (None, f"VLLM_API_KEY holds no key: {_NO_WORD}") if fault_of_key(key) else (key, "")
     path = Path(named) if named else None
     if path is None and project is not None:
         name = variable(outside, project, "VLLM_H3_API_KEY_FILE")
@@ -188,10 +189,9 @@ def find_key(outside: Outside, project: Project | None) -> tuple[str | None, str
     if path is None:
         return None, ""
     try:
-        key = read_api_key(path)
+        return read_api_key(path), ""
     except H3Error as exc:
         return None, f"{path} holds no key that can be read: {exc.why}"
-    return (key, "") if _is_word(key) else (None, f"{path} holds no key: {_NO_WORD}")
 
 
 def stuck_after_s(outside: Outside, project: Project | None) -> float:
@@ -232,7 +232,7 @@ def url_of(outside: Outside, project: Project | None) -> str:
             why="it is no IP address",
             fix="Write one in .env: 127.0.0.1 for this machine alone, 0.0.0.0 for all; the port is VLLM_H3_PORT.",
         )
-    if port and not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 2**16):
+    if port and not (is_number(port) and 0 < int(port[:6]) < 2**16):
         raise SettingsError(
             f"VLLM_H3_PORT={port}", why="it is no port", fix="Write a number from 1 to 65535 in .env, or leave it out."
         )
@@ -240,8 +240,3 @@ def url_of(outside: Outside, project: Project | None) -> str:
 
 
 _NO_WORD = "a key is one word of printable ASCII characters"
-
-
-def _is_word(key: str) -> bool:
-    """Whether an HTTP header can carry it."""
-    return key.isascii() and key.isprintable() and " " not in key
