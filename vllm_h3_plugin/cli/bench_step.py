@@ -47,7 +47,7 @@ def step(
         ),
     ] = None,
     text_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 60,
-    repeat: Annotated[int, typer.Option(help="Rounds in which all columns take turns.")] = 3,
+    repeat: Annotated[int, typer.Option(help="Rounds in which all columns take turns, every other one backwards.")] = 2,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile the stock host's blocks.")] = False,
     attention: Annotated[str, typer.Option(help="Of the column lowbit: fp8 or int8.")] = "fp8",
     dram: Annotated[

@@ -9,7 +9,7 @@ import torch
 
 from vllm_h3_plugin.attention.exact import pinned_sdpa
 from vllm_h3_plugin.host.attention import ChosenBackend, PrefixImpl, install
-from vllm_h3_plugin.host.bench.clock import in_turns, wall_ms
+from vllm_h3_plugin.host.bench.clock import in_turns, settled_ms
 from vllm_h3_plugin.host.bench.step_cells import LowBit
 from vllm_h3_plugin.host.bench.step_models import Model, Request, attention_as
 from vllm_h3_plugin.memory.requests import RequestSize
@@ -68,7 +68,7 @@ def measure(
                 block.attn.attention.attention = kernel
 
         with attention_as(dit, put):
-            return wall_ms(request.forward, device)
+            return settled_ms(request.forward, device)
 
     exact_kernels = [both.exact for both in beside]
     times, failed = in_turns({"exact": lambda: turn(exact_kernels), "low bit": lambda: turn(other)}, rounds, warm=1)
