@@ -27,9 +27,10 @@ from vllm_h3_plugin.quantization.contract import Support
 from vllm_h3_plugin.quantization.fp8 import E4M3, E4M3_MAX
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 
-MAX_TOKENS = 38_000
-"""Packed rows of a request up to which attention in few bits is allowed: 1344x768 with 124 frames, the largest size
-that it was measured at. Others report noise from INT8 attention near 160 000 tokens."""
+MAX_TOKENS = {AttentionPrecision.FP8: 112_000, AttentionPrecision.INT8: 38_000}
+"""Packed rows of a request up to which attention in few bits is allowed: the largest clip that it was measured on
+(docs/RESULTS.md; FP8: 1344x768 with 362 frames, 109 184 rows, and room for a long prompt; INT8: 124 frames). Others
+report noise from INT8 attention near 160 000 tokens."""
 
 MEAN_ROWS = 1024
 """About as many rows are taken for the mean of the keys, evenly spread."""
@@ -197,12 +198,13 @@ def check_tokens(precision: AttentionPrecision, tokens: int) -> None:
     Raises:
         UsageError: names both numbers.
     """
-    if precision is AttentionPrecision.EXACT or tokens <= MAX_TOKENS:
+    limit = MAX_TOKENS.get(precision)
+    if limit is None or tokens <= limit:
         return
     raise UsageError(
         f"the request has {tokens} tokens",
-        why=f"attention in {precision.value} is allowed up to {MAX_TOKENS}; beyond that its error is not known",
+        why=f"attention in {precision.value} is allowed up to {limit}; beyond that its error is not known",
         fix="Ask for fewer frames, a smaller size or fewer references, or serve a recipe with exact attention.",
         tokens=tokens,
-        limit=MAX_TOKENS,
+        limit=limit,
     )

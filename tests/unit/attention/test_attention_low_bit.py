@@ -172,11 +172,12 @@ def test_fp8_runs_on_hopper_with_fa3():
 
 @pytest.mark.parametrize("precision", [AttentionPrecision.FP8, AttentionPrecision.INT8])
 def test_a_request_beyond_the_largest_size_is_refused_with_both_numbers(precision):
-    check_tokens(precision, MAX_TOKENS)
+    limit = MAX_TOKENS[precision]
+    check_tokens(precision, limit)
     with pytest.raises(UsageError) as caught:
-        check_tokens(precision, MAX_TOKENS + 64)
+        check_tokens(precision, limit + 64)
     message = str(caught.value)
-    assert str(MAX_TOKENS + 64) in message and str(MAX_TOKENS) in message and precision.value in message
+    assert str(limit + 64) in message and str(limit) in message and precision.value in message
     assert "fewer frames" in message and "exact" in message
 
 
