@@ -120,6 +120,13 @@ def _many_ranks(roles: RoleMap, ranks: int) -> Hosting:
             "the host cuts it between the first cards",
             f"Put it on cards {_list(range(len(roles.text_encoder)))}.",
         )
+    if len(roles.text_encoder) not in (1, ranks):
+        raise _refused(
+            roles,
+            f"the text encoder is on {len(roles.text_encoder)} of {ranks} cards",
+            "the host makes one group for it, of one rank or of all: its start fails on the ranks that are left out",
+            f"Put it on card 0 alone, or on all {ranks} cards.",
+        )
     departures = []
     if len(roles.video_vae) == 1:
         departures.append(f"the host keeps the video VAE on all {ranks} cards, and each decodes the whole clip")
