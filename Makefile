@@ -29,6 +29,7 @@ IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
 .PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean preflight smoke verify build provenance
+.PHONY: up status logs down
 
 help:  ## Show this help.
 	@echo "vllm-h3-plugin: MiniMax-H3 on hardware that is too small for it."
@@ -78,6 +79,18 @@ verify: .venv-kit/ready  ## Verify the newest clip of `make smoke`, or FILE='my 
 
 build:  ## Build the container image of HOST on the digest in launch/image.lock (ARGS='--base NAME@sha256:…' for ascend).
 	@"$(PYTHON)" -m tools.image build --host $(HOST) $(ARGS)
+
+up: .venv-kit/ready  ## Start the server's container and wait until it is ready (ARGS='--cards 4' on Ascend).
+	@.venv-kit/bin/vllm-h3 up $(ARGS)
+
+status: .venv-kit/ready  ## Say what the server is and does (ARGS=--watch).
+	@.venv-kit/bin/vllm-h3 status $(ARGS)
+
+logs: .venv-kit/ready  ## Show the server's log (ARGS=-f follows it, ARGS=--errors shows only the cause).
+	@.venv-kit/bin/vllm-h3 logs $(ARGS)
+
+down: .venv-kit/ready  ## Wait for the running job, stop the container, see the memory come back (ARGS=--now).
+	@.venv-kit/bin/vllm-h3 down $(ARGS)
 
 provenance: setup  ## Say what this checkout's installation is made of, as JSON (ARGS='--sbom FILE' writes the SBOM).
 	@$(IN_HOST)/vllm-h3 provenance $(ARGS)

@@ -17,7 +17,7 @@ PACKAGE = "vllm_h3_plugin"
 _BASE = frozenset({"errors", "data", "settings", "pins"})
 # Data flows from files to clips in this order; a room imports only rooms before it.
 _FLOW = ("checkpoint", "quantization", "conditioning", "attention", "memory", "placement", "serving")
-_ROOMS = frozenset({*_BASE, *_FLOW, "preflight", "video", "host", "cli"})
+_ROOMS = frozenset({*_BASE, *_FLOW, "preflight", "kit", "video", "host", "cli"})
 
 ALLOWED: dict[str, frozenset[str]] = {
     # The package's own __init__ holds the version and the entry points, which lead into host/ when the host calls them.
@@ -30,7 +30,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     **{room: _BASE | frozenset(_FLOW[:position]) for position, room in enumerate(_FLOW)},
     # Judges a machine before anything is built on it: it may predict, and may not load or serve.
     "preflight": _BASE | {"checkpoint", "quantization", "memory", "serving"},
-    "host": _ROOMS - {"cli", "preflight"},
+    # Drives a container engine from outside; what it shares with a server is what the server says over HTTP.
+    "kit": _BASE | {"memory", "serving", "preflight"},
+    "host": _ROOMS - {"cli", "preflight", "kit"},
     "cli": _ROOMS,
 }
 # A served clip is probed and promoted by video/, which imports nothing back.
@@ -41,7 +43,7 @@ HOST_ROOM = "host"
 HOST_PACKAGES = frozenset({"vllm", "vllm_omni"})
 
 # Rooms whose modules must load without these: `vllm-h3 --help` and verbs that need no tensors stay light.
-LIGHT_ROOMS = frozenset({"", *_BASE, "video", "serving", "preflight", "cli"})
+LIGHT_ROOMS = frozenset({"", *_BASE, "video", "serving", "preflight", "kit", "cli"})
 HEAVY_PACKAGES = frozenset({"torch", "transformers", "diffusers", "safetensors", "triton"})
 
 

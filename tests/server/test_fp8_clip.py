@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -11,6 +13,8 @@ import pytest
 from tests.server.conftest import Running, request
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.errors import ServerError
+from vllm_h3_plugin.kit.answers import ask_server
+from vllm_h3_plugin.kit.status import State, Status, judge
 from vllm_h3_plugin.pins import HostPin
 from vllm_h3_plugin.serving.client import VideoRequest, Watch
 from vllm_h3_plugin.video.verdict import Expectation
@@ -57,6 +61,35 @@ def test_progress_passes_through_the_phases_and_counts_steps(fp8: Running, tmp_p
     evaluations = 12 if host_pin.name == "nvidia" else 11  # 0.28 runs one fewer than it is asked for
     assert steps and steps == sorted(steps) and max(steps) <= evaluations
     assert {look.steps for look in looks if look.phase == "denoising"} == {evaluations}
+
+
+def test_status_follows_a_real_server_through_a_job(fp8: Running, tmp_path: Path) -> None:
+    looks: list[Status] = []
+    with httpx.Client(base_url=fp8.url, timeout=30) as http:
+
+        def look() -> Status:
+            return judge(ask_server(http), (), (), now=time.time())
+
+        fp8.client.make(request(size=192, frames=192, steps=12), tmp_path / "s.mp4", lambda _: looks.append(look()))
+        after = look()
+    busy = [seen for seen in looks if seen.state is State.BUSY]
+    steps = [seen.as_dict() for seen in busy if seen.answers.progress.get("seconds_per_step")]
+    assert steps and "s a step" in next(seen.detail for seen in busy if seen.answers.progress.get("seconds_per_step"))
+    assert all(seen["seconds_left"] >= 0 and seen["progress"]["busy_since"] for seen in steps)
+    assert all(seen["jobs"][0]["id"] and seen["waiting"] == 0 for seen in steps)
+    assert after.state is State.READY and after.answers.jobs == ()
+    assert 0 < (looks[0].uptime_s or 0) < (after.uptime_s or 0)
+
+
+def test_status_sees_a_caller_who_waits_for_the_clip_itself(fp8: Running) -> None:
+    with httpx.Client(base_url=fp8.url, timeout=120) as http, ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, f"{fp8.url}/v1/videos/sync", data=request(seed=8).form(), timeout=120)
+        seen = []
+        while not answer.done():
+            seen.append(ask_server(http))
+        assert answer.result().status_code == 200
+        assert 1 in {one.in_flight for one in seen} and all(one.jobs == () for one in seen)
+        assert ask_server(http).in_flight == 0
 
 
 def test_a_refused_request_tells_the_servers_reason_and_saves_nothing(fp8: Running, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -24,11 +23,9 @@ from vllm_h3_plugin import __version__
 from vllm_h3_plugin.errors import HostError, ServerError
 from vllm_h3_plugin.serving.client import authorization
 from vllm_h3_plugin.serving.command import ServerCommand
+from vllm_h3_plugin.serving.log_cause import COLOUR, most_telling_line
 
 PIPELINE = "vllm_h3_plugin.host.pipeline.MiniMaxH3Pipeline"
-_OWN_ERROR = re.compile(r"vllm_h3_plugin\.errors\.\w+: (?P<text>.+)")
-_ANY_ERROR = re.compile(r"^(?:\S+ )*?(?:\w+\.)*\w*(?:Error|Exception): .+")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -113,7 +110,7 @@ class Server:
         target = opened or self._log
         try:
             for line in stream:
-                self._tail.append(_COLOUR.sub("", line.rstrip("\n")))
+                self._tail.append(COLOUR.sub("", line.rstrip("\n")))
                 if target is None:
                     os.write(2, line.encode())
                 else:
@@ -166,12 +163,7 @@ class Server:
         return ServerError(f"the server {how} before it was ready", why=self._cause(), fix=fix, exit_code_seen=code)
 
     def _cause(self) -> str:
-        """The most telling line of the log: the plugin's own last error, else the first error of all."""
-        own = [match["text"] for line in self._tail if (match := _OWN_ERROR.search(line))]
-        if own:
-            return own[-1].strip()
-        errors = [line.strip() for line in self._tail if _ANY_ERROR.match(line)]
-        return errors[0] if errors else (self._tail[-1].strip() if self._tail else "it printed nothing")
+        return most_telling_line(tuple(self._tail))
 
     def wait(self) -> int:
         """Wait for the process to end; returns its exit code (negative: the signal that ended it)."""
