@@ -132,6 +132,38 @@ class Settings(BaseModel):
         default=3.0, ge=0, le=4096, description="GiB of MemAvailable under which a running request is cancelled."
     )
     memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
+    max_queue: int = Field(
+        default=16,
+        ge=0,
+        description="Clips that may wait while one is made; the next one is answered with 429 and when to ask again.",
+    )
+    job_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest that one clip may take, in seconds from its start; it is stopped then. Unset: the "
+        "profile's `request_timeout_s`.",
+    )
+    clip_ttl_s: int | None = Field(
+        default=None,
+        ge=1,
+        description="Seconds that a job and its clip are kept after its end. Unset: what the host's "
+        "`VLLM_OMNI_SERVER_STORAGE__FILE_TTL` says, else without end.",
+    )
+    clip_quota_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB of finished clips that are kept; the oldest go first. Unset: whatever the disk holds.",
+    )
+    stuck_factor: float = Field(
+        default=20.0,
+        ge=2,
+        description="A denoise step that takes this many times what one takes here (and two minutes at least) counts "
+        "as stuck: `/health` answers 503 then.",
+    )
+    exit_when_stuck: bool = Field(
+        default=True,
+        description="End the server when its worker is stuck or gone, so that its supervisor can start it again.",
+    )
 
 
 def known_variables() -> dict[str, str]:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``/health`` that knows a stuck worker, ``/ready``, and the end of a server that cannot recover by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.serving.jobs.liveness import stuck
+
+logger = init_logger(__name__)
+
+EXIT_CODE = 7
+"""That of ``ServerError``: the server did not stay."""
+
+_LOOK_S = 2.0
+_GRACE_S = 20.0
+
+
+class Liveness:
+    """What is known of the worker's life. One for each app."""
+
+    def __init__(self, *, factor: float, phase_s: float, leave: bool, end: Callable[[], None] | None = None) -> None:
+        """
+        Args:
+            factor, phase_s: see :func:`~vllm_h3_plugin.serving.jobs.liveness.stuck`.
+            leave: end the process once the worker is stuck or gone.
+            end: how.
+        """
+        self.fault: str | None = None
+        self._factor = factor
+        self._phase_s = phase_s
+        self._leave = leave
+        self._end = end or end_process
+
+    async def watch(self, engine: Callable[[], Any]) -> None:
+        """Look every two seconds until the fault is there, or for ever."""
+        while self.fault is None:
+            await asyncio.sleep(_LOOK_S)
+            self.fault = await self.look(engine())
+        logger.error("event=unhealthy reason=%r exit=%s", self.fault, self._leave)
+        if self._leave:
+            self._end()
+
+    async def look(self, engine: Any) -> str | None:
+        """Why the server is not healthy; None: it is."""
+        if engine is not None:
+            try:
+                await engine.check_health()
+            except EngineDeadError as exc:
+                return f"the worker is gone: {exc or 'the engine is dead'}"
+        worker = await asyncio.to_thread(run_state.read, run_state.PROGRESS)
+        return stuck(worker, time.time(), factor=self._factor, phase_s=self._phase_s)
+
+
+class HealthRoute:
+    """Answers ``/health`` with 503 while there is a fault; the host's route answers otherwise.
+
+    A middleware, because 0.30 removes every other route of that path while it builds its app.
+    """
+
+    def __init__(self, app: ASGIApp, liveness: Liveness) -> None:
+        self.app = app
+        self._liveness = liveness
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything else on."""
+        fault = self._liveness.fault
+        if fault is None or scope["type"] != "http" or scope["path"] != "/health":
+            return await self.app(scope, receive, send)
+        return await JSONResponse({"status": "unhealthy", "reason": fault}, 503)(scope, receive, send)
+
+
+def end_process() -> None:
+    """Ask this server to end, and insist: whoever started it is told by its exit code."""
+    thread = threading.Timer(_GRACE_S, lambda: os._exit(EXIT_CODE))
+    thread.daemon = True
+    thread.start()
+    os.kill(os.getpid(), signal.SIGTERM)

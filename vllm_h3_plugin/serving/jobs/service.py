@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where jobs live: takes requests, makes them one after the other, stops them, keeps what they come to.
+
+Everything here happens in one event loop, so that between two ``await`` nothing moves; only the database and the disk
+are used from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_h3_plugin.errors import QueueFullError, UsageError
+from vllm_h3_plugin.serving.jobs.clips import Clips, Owners
+from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status, new_id, wire
+from vllm_h3_plugin.serving.jobs.line import Line
+from vllm_h3_plugin.serving.jobs.made import Asked, Made, Observer, Order, Worker
+from vllm_h3_plugin.serving.jobs.progress import Progress, look
+from vllm_h3_plugin.serving.jobs.retention import Retention
+from vllm_h3_plugin.serving.jobs.store import JobStore, recover
+
+log = logging.getLogger(__name__)
+
+FOLDER = "h3"
+"""Below the host's storage folder, whose own sweeper removes every old file that lies directly in it."""
+
+_SWEEP_S = 60.0
+_EVENT_S = 0.25
+_HEARTBEAT_S = 15.0
+
+INTERRUPTED = Failure(
+    "interrupted", "The server was stopped or died while it worked on this clip. Ask for it again.", 503
+)
+CANCELLED = Failure("cancelled", "The job was cancelled.", 409)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the operator decides.
+
+    Attributes:
+        max_queue: jobs that may wait.
+        deadline_s: longest that a job may run.
+        retention: what is kept, and for how long.
+    """
+
+    max_queue: int = 16
+    deadline_s: float = 3600.0
+    retention: Retention = field(default_factory=Retention)
+
+
+@dataclass
+class _Running:
+    job: Job
+    order: Order
+    stopped: Failure | None = None
+    deleted: bool = False
+
+
+class JobService:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        storage: Path,
+        worker: Worker,
+        rules: Rules,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            storage: the host's storage folder; everything is kept in ``h3`` below it.
+
+        Raises:
+            ServerError: the records there cannot be used.
+            OSError: the folder cannot be made.
+        """
+        folder = storage / FOLDER
+        self.clips = Clips(folder / "clips")
+        self.owners = Owners(folder / "servers")
+        self.store = JobStore(folder)
+        self.rules = rules
+        self.owner = secrets.token_hex(8)
+        self._worker = worker
+        self._observer = observer or Observer()
+        self._clock = clock
+        self._line: Line[Order] = Line(rules.max_queue)
+        self._running: _Running | None = None
+        self._ends: dict[str, asyncio.Event] = {}
+        self._seen: dict[str, Progress] = {}
+        self._arrived = asyncio.Event()
+        self._submitting = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lasting: list[Job] = []
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring the records in order after whatever happened to the server before, and begin to work."""
+        self.owners.enter(self.owner)
+        await asyncio.to_thread(self._recover)
+        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._keep_tidy())]
+
+    async def stop(self) -> None:
+        """Stop working. Jobs that are not finished are interrupted."""
+        running = self._running
+        if running is not None:
+            running.stopped = running.stopped or INTERRUPTED
+            await self._worker.stop(running.job.id)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job in await asyncio.to_thread(self.store.unfinished):
+            if job.owner == self.owner:
+                await self._end(job.failed(INTERRUPTED, self._clock()))
+        self.owners.leave()
+        self.store.close()
+
+    def _recover(self) -> None:
+        for job in self.clips.adopted(self.store.ids()):
+            self.store.add(job)
+            _event(job, "adopted", "its clip lay there without a record")
+        finished, lost = recover(
+            self.store, self.owners.alive, self.clips.promoted, lambda job, now: job.failed(INTERRUPTED, now)
+        )
+        for job in finished:
+            _event(job, "recovered", "its clip was whole before the server went")
+        for job in lost:
+            _event(job, "interrupted", "its server is gone")
+        running = {job.id for job in self.store.unfinished()}
+        for name in self.clips.sweep(self.store.ids(), running):
+            log.info("event=swept file=%s reason=%r", name, "no job of a living server owns it")
+
+    # --- what callers do ----------------------------------------------------------------------------------------
+
+    async def submit(self, asked: Asked, order: Order) -> tuple[Job, bool]:
+        """Take a request.
+
+        Returns:
+            Its job, and whether it is new; it is not if its key was used for the same request before. ``order`` is
+            closed then.
+
+        Raises:
+            QueueFullError: too many wait.
+            UsageError: its key was used for another request.
+            BusyError: the disk is full.
+        """
+        async with self._submitting:
+            try:
+                earlier = await self._joined(asked)
+                if earlier is not None:
+                    order.close()
+                    return earlier, False
+                self._line.require_room(busy=self._running is not None, next_s=self._next_place_s())
+                job = Job(
+                    new_id(),
+                    asked.model,
+                    asked.prompt,
+                    self._clock(),
+                    self.owner,
+                    self.rules.deadline_s,
+                    key=asked.key,
+                    fingerprint=asked.fingerprint,
+                    sync=asked.sync,
+                    shown=asked.shown,
+                )
+                await asyncio.to_thread(self.store.add, job)
+            except BaseException:
+                order.close()
+                raise
+            self._ends[job.id] = asyncio.Event()
+            position = self._line.join(job.id, order)
+            self._observer.line(len(self._line))
+            _event(job, "queued", f"position={position}")
+            self._arrived.set()
+            return job, True
+
+    async def _joined(self, asked: Asked) -> Job | None:
+        if asked.key is None:
+            return None
+        earlier = await asyncio.to_thread(self.store.by_key, asked.key)
+        if earlier is not None and earlier.fingerprint != asked.fingerprint:
+            raise UsageError(
+                f"Idempotency-Key {asked.key!r} was used for another request",
+                why=f"job {earlier.id} has it",
+                fix="Send each new request with a key of its own.",
+            )
+        return earlier
+
+    async def get(self, job_id: str) -> Job | None:
+        """A job."""
+        running = self._running
+        if running is not None and running.job.id == job_id:
+            return None if running.deleted else running.job
+        return await asyncio.to_thread(self.store.get, job_id)
+
+    async def wait(self, job_id: str) -> Job | None:
+        """A job once it has ended; None if it is removed or another server's."""
+        end = self._ends.get(job_id)
+        if end is not None:
+            await end.wait()
+        job = await asyncio.to_thread(self.store.get, job_id)
+        return job if job is not None and job.status.ended else None
+
+    async def cancel(self, job_id: str, reason: Failure = CANCELLED) -> bool:
+        """Stop a job; the worker is told, and stops at its next look. False: it neither waits nor runs here."""
+        order = self._line.leave(job_id)
+        if order is not None:
+            order.close()
+            self._observer.line(len(self._line))
+            job = await asyncio.to_thread(self.store.get, job_id)
+            if job is not None:
+                await self._end(job.failed(reason, self._clock()))
+            return True
+        running = self._running
+        if running is None or running.job.id != job_id:
+            return False
+        running.stopped = running.stopped or reason
+        _event(running.job, "stopping", f"reason={reason.code}")
+        await self._worker.stop(job_id)
+        return True
+
+    async def delete(self, job_id: str) -> bool:
+        """Stop a job if it is not finished, and remove its record and its files. False: there is none.
+
+        Raises:
+            UsageError: another server works on it.
+        """
+        job = await self.get(job_id)
+        if job is None:
+            return False
+        if not job.status.ended and not await self.cancel(job_id):
+            job = await asyncio.to_thread(self.store.get, job_id)
+            if job is not None and not job.status.ended:
+                raise UsageError(
+                    f"job {job_id} is another server's", why="it works on it now", fix="Ask that server to delete it."
+                )
+        if self._running is not None and self._running.job.id == job_id:
+            self._running.deleted = True
+        await asyncio.to_thread(self._forget, [job_id])
+        return True
+
+    def shown(self, job: Job) -> dict[str, Any]:
+        """A job as clients see it."""
+        return wire(job, self.progress(job).as_fields(), self.rules.retention.expires_at(job))
+
+    def progress(self, job: Job) -> Progress:
+        """How far a job is."""
+        seen = look(
+            job,
+            self._worker.progress() if job.status is Status.IN_PROGRESS else None,
+            self._clock(),
+            before=self._seen.get(job.id),
+            position=self._line.position(job.id),
+            tail_s=self._tail_s(job),
+        )
+        if job.status is Status.IN_PROGRESS:
+            self._seen[job.id] = seen
+        return seen
+
+    async def events(self, job_id: str) -> AsyncIterator[dict[str, Any] | None]:
+        """The job as clients see it, each time that it moves, until its end; None after 15 s without a move."""
+        last, quiet = None, 0.0
+        while True:
+            job = await self.get(job_id)
+            if job is None:
+                return
+            now = self.shown(job)
+            moved = {name: value for name, value in now.items() if name != "seconds_left"}
+            if moved != last or quiet >= _HEARTBEAT_S:
+                yield now if moved != last else None
+                last, quiet = moved, 0.0
+            if job.status.ended:
+                return
+            end = self._ends.get(job_id)
+            quiet += _EVENT_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(end.wait() if end else asyncio.sleep(_EVENT_S * 2), _EVENT_S)
+
+    @property
+    def queue(self) -> dict[str, Any]:
+        """The line, for ``/v1/h3/info``."""
+        running = self._running
+        return {
+            "length": len(self._line),
+            "max": self.rules.max_queue,
+            "running": running.job.id if running is not None else None,
+        }
+
+    @property
+    def accepting(self) -> bool:
+        """Whether a new request would be taken."""
+        with contextlib.suppress(QueueFullError):
+            self._line.require_room(busy=self._running is not None, next_s=None)
+            return bool(self._tasks)
+        return False
+
+    # --- the runner ---------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        while True:
+            first = self._line.take()
+            if first is None:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            job_id, order = first
+            try:
+                job = await asyncio.to_thread(self.store.get, job_id)
+                if job is not None and not job.status.ended:
+                    await self._run(job, order)
+            except Exception:
+                # The line must go on whatever one job does.
+                log.exception("job=%s event=runner_failed", job_id)
+            finally:
+                order.close()
+                self._observer.line(len(self._line))
+
+    async def _run(self, job: Job, order: Order) -> None:
+        job = job.moved(Status.IN_PROGRESS, self._clock())
+        self._running = running = _Running(job, order)
+        try:
+            await asyncio.to_thread(self.store.put, job)
+            self._observer.started(job)
+            _event(job, "started", f"queue_s={(job.started_at or 0) - job.created_at:.3f}")
+            await self._end(await self._made(running))
+        finally:
+            self._worker.resume()
+            self._running = None
+            self._seen.pop(job.id, None)
+
+    async def _made(self, running: _Running) -> Job:
+        """Make the clip and save it; returns the job as it ended."""
+        job = running.job
+        task = asyncio.create_task(running.order.make(job.id))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=job.deadline_s)
+            if not done:
+                await self.cancel(job.id, _too_long(job))
+                # The worker looks between two steps; the next job starts when it is free, and not before.
+                await asyncio.wait({task})
+            made, made_at = task.result(), self._clock()
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        except Exception as exc:  # noqa: BLE001  # whatever the host raises ends this job and no other
+            failure = running.stopped or self._worker.explain(exc)
+            if running.stopped is None:
+                log.error("job=%s event=failed code=%s message=%r", job.id, failure.code, failure.message)
+            return job.failed(failure, self._clock(), ledger=self._ledger(job, self._clock(), None))
+        if running.stopped is not None:
+            return job.failed(running.stopped, self._clock(), ledger=self._ledger(job, made_at, None))
+        return await self._saved(job, made, made_at)
+
+    async def _saved(self, job: Job, made: Made, made_at: float) -> Job:
+        def finish(nbytes: int, digest: str) -> Job:
+            now = self._clock()
+            return job.moved(
+                Status.COMPLETED,
+                now,
+                nbytes=nbytes,
+                sha256=digest,
+                shown={**job.shown, **made.shown},
+                ledger=self._ledger(job, made_at, now),
+            )
+
+        try:
+            return await asyncio.to_thread(self.clips.save, job, made.data, finish)
+        except OSError as exc:
+            full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+            failure = Failure(
+                "disk_full" if full else "not_saved",
+                f"The clip was made and could not be saved in {self.clips.folder}: {exc.strerror or exc}. "
+                f"{'Free space there' if full else 'Look at that folder'}, then ask for it again.",
+                507 if full else 500,
+            )
+            return job.failed(failure, self._clock(), ledger=self._ledger(job, made_at, None))
+
+    def _ledger(self, job: Job, made_at: float, saved_at: float | None) -> dict[str, Any]:
+        """Where the time of a job went: what the runner saw, and what the worker wrote."""
+        told = dict(self._worker.ledger(job.id))
+        started = job.started_at or job.created_at
+        left = told.pop("ended_at", None)
+        return {
+            "queue_s": round(started - job.created_at, 3),
+            **told,
+            # Between the worker's last word and the clip: frames travel and become an MP4 file.
+            "encode_s": None if left is None else round(max(0.0, made_at - float(left)), 3),
+            "save_s": None if saved_at is None else round(saved_at - made_at, 3),
+            "run_s": round((saved_at or made_at) - started, 3),
+        }
+
+    async def _end(self, job: Job) -> None:
+        kept = await asyncio.to_thread(self.store.put, job)
+        if not kept:
+            # It was deleted while it ran.
+            await asyncio.to_thread(self.clips.remove, job.id)
+        if job.status is Status.COMPLETED:
+            self._lasting = [*self._lasting[-7:], job]
+        how = f"code={job.failure.code}" if job.failure else f"bytes={job.nbytes} sha256={job.sha256}"
+        _event(job, job.status.value, f"{how} run_s={job.ledger.get('run_s')}")
+        self._observer.ended(job)
+        end = self._ends.pop(job.id, None)
+        if end is not None:
+            end.set()
+
+    # --- housekeeping -------------------------------------------------------------------------------------------
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.tidy)
+            except Exception:
+                log.exception("event=tidy_failed")
+            await asyncio.sleep(_SWEEP_S)
+
+    def tidy(self) -> list[str]:
+        """Remove the jobs that are too old or too much, record and file together; returns their ids."""
+        gone = self.rules.retention.gone(self.store.ended(), self._clock())
+        self._forget(gone)
+        for job_id in gone:
+            log.info("job=%s event=expired", job_id)
+        return gone
+
+    def _forget(self, job_ids: list[str]) -> None:
+        # Files first: a record without its file can be removed again, a file without a record is only found by a sweep.
+        for job_id in job_ids:
+            self.clips.remove(job_id)
+        self.store.remove(job_ids)
+
+    # --- estimates ----------------------------------------------------------------------------------------------
+
+    def _tail_s(self, job: Job) -> float | None:
+        """Seconds that decoding, encoding and saving took for the last clip of this server."""
+        if not self._lasting:
+            return None
+        ledger = self._lasting[-1].ledger
+        phases = ledger.get("phases") or {}
+        decode = sum(float(seconds) for name, seconds in phases.items() if str(name).startswith("decoding"))
+        return decode + float(ledger.get("encode_s") or 0.0) + float(ledger.get("save_s") or 0.0)
+
+    def _next_place_s(self) -> float | None:
+        """Seconds until the running job ends, by its own steps or by the last clips of this server."""
+        running = self._running
+        if running is None:
+            return None
+        left = self.progress(running.job).seconds_left
+        if left is not None:
+            return left
+        if not self._lasting:
+            return None
+        mean = sum(float(job.ledger.get("run_s") or 0.0) for job in self._lasting) / len(self._lasting)
+        return max(1.0, mean - (self._clock() - (running.job.started_at or self._clock())))
+
+
+def _too_long(job: Job) -> Failure:
+    return Failure(
+        "deadline_exceeded",
+        f"The job ran for longer than {job.deadline_s:.0f} s and was stopped. Ask for a shorter or smaller clip or "
+        "fewer steps, or raise H3_JOB_TIMEOUT_S.",
+        500,
+    )
+
+
+def _event(job: Job, event: str, more: str) -> None:
+    """One line that programs can read: ``job=… event=… name=value …``."""
+    log.info("job=%s event=%s %s", job.id, event, more)
