@@ -24,10 +24,8 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def stop(job_id: str) -> JobWorker:
-    import asyncio
-
     worker = JobWorker()
-    asyncio.run(worker.stop(job_id))
+    assert worker.stop(job_id)
     return worker
 
 
@@ -96,6 +94,7 @@ def test_nothing_is_asked_of_the_ranks_without_a_run_folder(monkeypatch: pytest.
         raise AssertionError("asked")
 
     assert cancel.flag() is None
+    assert not JobWorker().stop("video_gen_1")
     cancellation = Cancellation(agree=agree)
     with cancellation.request("video_gen_1-abc"):
         cancellation.check()

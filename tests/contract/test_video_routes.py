@@ -37,11 +37,6 @@ class Handler:
     def set_stage_configs_if_missing(self, stage_configs: Any) -> None:
         """Nothing."""
 
-    async def abort_request(self, request_id: str) -> None:
-        """Lets the request end, as a worker does."""
-        self.error = RuntimeError("aborted")
-        self.gate.set()
-
     async def generate_video_bytes(self, request: Any, reference_id: str, **references: Any) -> tuple[Any, ...]:
         """A clip, once the gate is open."""
         self.made.append(reference_id)
@@ -55,13 +50,12 @@ class Handler:
 async def video_app(folder: Path, key: str | None = None) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, Handler]]:
     """The app as the host builds it: the plugin's routes, the host's after them, authentication last."""
     from vllm_omni.entrypoints.openai import api_server
-    from vllm_omni.entrypoints.openai.storage import STORAGE_MANAGER
 
     from vllm_h3_plugin.host.endpoints import H3Endpoints
 
     app = FastAPI()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(STORAGE_MANAGER, "storage_path", str(folder))
+        patch.setenv("VLLM_OMNI_SERVER_STORAGE__PATH", str(folder))
         H3Endpoints().attach_router(app)
         app.include_router(api_server.router)
         if key is not None:

@@ -25,7 +25,11 @@ FLAG = "cancel"
 
 
 class RequestCancelledError(RuntimeError):
-    """The request was stopped because someone asked for that."""
+    """The request was stopped because someone asked for that.
+
+    Not the host's ``DiffusionRequestAbortedError``: after that one nothing answers the request any more
+    (vllm_omni/diffusion/inline_stage_diffusion_client.py), and who waits for it never learns that the worker is free.
+    """
 
 
 def flag() -> Path | None:

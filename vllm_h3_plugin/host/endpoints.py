@@ -25,7 +25,7 @@ from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.job_metrics import host_metrics
-from vllm_h3_plugin.host.job_worker import worker_of
+from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.host.liveness import EXIT_CODE, HealthRoute, Liveness
 from vllm_h3_plugin.host.video_order import host_video_module
 from vllm_h3_plugin.host.video_routes import video_router
@@ -85,13 +85,14 @@ def _with_jobs(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-        from vllm_omni.config.server_settings import SERVER_SETTINGS_CONFIG
-        from vllm_omni.entrypoints.openai.storage import STORAGE_MANAGER
+        # Read now: the host's own values are those of the moment when it was imported.
+        from vllm_omni.config.server_settings import ServerSettings
 
-        ttl = values.clip_ttl_s if values.clip_ttl_s is not None else SERVER_SETTINGS_CONFIG.storage.file_ttl
+        storage = ServerSettings().storage
+        ttl = values.clip_ttl_s if values.clip_ttl_s is not None else storage.file_ttl
         quota = None if values.clip_quota_gib is None else int(values.clip_quota_gib * GIB)
         rules = Rules(values.max_queue, deadline_s, Retention(ttl, quota))
-        jobs = JobService(Path(STORAGE_MANAGER.storage_path), worker_of(app.state), rules, host_metrics())
+        jobs = JobService(Path(storage.path).resolve(), JobWorker(), rules, host_metrics())
         await jobs.start()
         app.state.h3_jobs = jobs
         watch = asyncio.create_task(liveness.watch(lambda: getattr(app.state, "engine_client", None)))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_h3_plugin.host import cancel, run_state
@@ -12,18 +12,9 @@ from vllm_h3_plugin.host.video_order import explain
 from vllm_h3_plugin.serving.jobs.job import Failure
 from vllm_h3_plugin.serving.jobs.progress import belongs
 
-Abort = Callable[[str], Awaitable[None]]
-
 
 class JobWorker:
     """See :class:`~vllm_h3_plugin.serving.jobs.made.Worker`."""
-
-    def __init__(self, abort: Abort | None = None) -> None:
-        """
-        Args:
-            abort: the host's own way to stop a request, used where there is no run folder; None: it has none.
-        """
-        self._abort = abort
 
     def progress(self) -> Mapping[str, Any] | None:
         """What rank 0 last wrote."""
@@ -36,15 +27,15 @@ class JobWorker:
             return {}
         return {name: value for name, value in (found or {}).items() if name != "request"}
 
-    async def stop(self, job_id: str) -> None:
-        """Leave the job's id where every rank looks between its steps."""
+    def stop(self, job_id: str) -> bool:
+        """Leave the job's id where every rank looks between its steps. False: there is no run folder to leave it in."""
         path = cancel.flag()
-        if path is not None:
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_text(job_id, encoding="utf-8")
-            temporary.replace(path)
-        elif self._abort is not None:
-            await self._abort(job_id)
+        if path is None:
+            return False
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(job_id, encoding="utf-8")
+        temporary.replace(path)
+        return True
 
     def resume(self) -> None:
         """Take it away again."""
@@ -55,14 +46,3 @@ class JobWorker:
     def explain(self, error: Exception) -> Failure:
         """See :func:`~vllm_h3_plugin.host.video_order.explain`."""
         return explain(error)
-
-
-def worker_of(state: Any) -> JobWorker:
-    """The worker of an app; ``state`` is its state. 0.28's handler cannot abort."""
-
-    async def abort(job_id: str) -> None:
-        handler = getattr(state, "openai_serving_video", None)
-        if handler is not None and hasattr(handler, "abort_request"):
-            await handler.abort_request(job_id)
-
-    return JobWorker(abort)

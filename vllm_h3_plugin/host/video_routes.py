@@ -52,11 +52,11 @@ def video_router(service: Callable[[], JobService], parse: Callable[..., Any]) -
     ) -> Response:
         jobs = service()
         if idempotency_key is not None:
-            found = await asyncio.to_thread(jobs.store.by_key, idempotency_key)
+            found = await asyncio.to_thread(jobs.kept.store.by_key, idempotency_key)
             page, more = [] if found is None else [found], False
         else:
             page, more = await asyncio.to_thread(
-                jobs.store.listed, after=after, limit=limit, newest_first=order == "desc"
+                jobs.kept.store.listed, after=after, limit=limit, newest_first=order == "desc"
             )
         shown = [jobs.shown(job) for job in page]
         return JSONResponse(
@@ -199,7 +199,7 @@ async def _gone(request: Request) -> None:
 
 def _clip(jobs: JobService, job: Job, request: Request, headers: dict[str, str] | None = None) -> Response:
     """The file, with what a download needs to go on where it broke off: length, ranges, and a digest as its tag."""
-    path, tag = jobs.clips.path(job.id), f'"{job.sha256}"'
+    path, tag = jobs.kept.clips.path(job.id), f'"{job.sha256}"'
     if not path.is_file():
         return problem(404, "clip_gone", f"The clip of job {job.id} is no longer on the disk.")
     if headers is None and request.headers.get("if-none-match") == tag:

@@ -23,6 +23,7 @@ class FakeWorker:
         self.state: dict[str, Any] | None = None
         self.told: dict[str, Any] = {}
         self.stopped: list[str] = []
+        self.deaf = False
         self.orders: dict[str, FakeOrder] = {}
 
     def progress(self) -> Mapping[str, Any] | None:
@@ -31,10 +32,13 @@ class FakeWorker:
     def ledger(self, job_id: str) -> Mapping[str, Any]:
         return self.told
 
-    async def stop(self, job_id: str) -> None:
+    def stop(self, job_id: str) -> bool:
+        if self.deaf:
+            return False
         self.stopped.append(job_id)
         if job_id in self.orders:
             self.orders[job_id].end.set()
+        return True
 
     def resume(self) -> None:
         pass

@@ -31,7 +31,7 @@ def test_jobs_run_one_after_the_other_in_the_order_of_their_arrival(tmp_path: Pa
                 order.end.set()
                 ended = await service.wait(job.id)
                 assert ended is not None and ended.status is Status.COMPLETED
-                assert service.clips.path(job.id).read_bytes() == CLIP
+                assert service.kept.clips.path(job.id).read_bytes() == CLIP
             assert all(order.closed for order in orders)
 
     asyncio.run(run())
@@ -73,6 +73,21 @@ def test_a_waiting_and_a_running_job_can_be_cancelled_and_the_next_one_runs(tmp_
     asyncio.run(run())
 
 
+def test_a_worker_that_cannot_be_told_has_its_order_cancelled(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path) as (service, worker):
+            worker.deaf = True
+            order = FakeOrder(worker)
+            job, _ = await service.submit(asked(), order)
+            await order.began.wait()
+            assert await service.cancel(job.id)
+            ended = await service.wait(job.id)
+            assert ended is not None and ended.status is Status.CANCELLED
+            assert (await finished(service, worker)).status is Status.COMPLETED
+
+    asyncio.run(run())
+
+
 def test_a_deleted_job_leaves_neither_record_nor_file(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path) as (service, worker):
@@ -84,7 +99,7 @@ def test_a_deleted_job_leaves_neither_record_nor_file(tmp_path: Path) -> None:
             done = await finished(service, worker)
             assert await service.get(job.id) is None
             assert await service.delete(done.id) and not await service.delete(done.id)
-            assert list(service.clips.folder.iterdir()) == []
+            assert list(service.kept.clips.folder.iterdir()) == []
 
     asyncio.run(run())
 
@@ -157,7 +172,7 @@ def test_a_full_disk_fails_the_job_and_leaves_nothing_of_it(tmp_path: Path, monk
             assert failed.failure is not None
             assert (failed.failure.code, failed.failure.http_status) == ("disk_full", 507)
             assert "No space left on device" in failed.failure.message
-            assert list(service.clips.folder.iterdir()) == []
+            assert list(service.kept.clips.folder.iterdir()) == []
             assert (await finished(service, worker)).status is Status.COMPLETED
 
     asyncio.run(run())
@@ -176,16 +191,16 @@ def test_after_a_kill_finished_clips_are_there_and_the_others_say_so(tmp_path: P
         for task in killed._tasks:
             task.cancel()
         # What a kill leaves: records as they were, no lock, half a file.
-        killed.owners.leave()
-        (killed.clips.folder / f"{running.id}.mp4.part").write_bytes(b"half")
-        (killed.clips.folder / "video_gen_stranger.mp4").write_bytes(b"whose?")
+        killed.kept._owners.leave()
+        (killed.kept.clips.folder / f"{running.id}.mp4.part").write_bytes(b"half")
+        (killed.kept.clips.folder / "video_gen_stranger.mp4").write_bytes(b"whose?")
         async with serving(tmp_path) as (service, _):
-            listed, more = service.store.listed()
+            listed, more = service.kept.store.listed()
             assert [job.id for job in listed] == [waiting.id, running.id, done.id]
             assert not more
             assert [job.failure and job.failure.code for job in listed] == ["interrupted", "interrupted", None]
-            assert service.clips.path(done.id).read_bytes() == CLIP
-            names = {path.name for path in service.clips.folder.iterdir()}
+            assert service.kept.clips.path(done.id).read_bytes() == CLIP
+            names = {path.name for path in service.kept.clips.folder.iterdir()}
             assert names == {f"{done.id}.mp4", f"{done.id}.json"}
 
     asyncio.run(run())
@@ -199,10 +214,10 @@ def test_a_clip_that_was_promoted_before_its_record_is_finished_all_the_same(tmp
         done = await finished(killed, worker)
         killed._tasks[0].cancel()
         record = {**done.as_record(), "status": "in_progress", "ended_at": None, "nbytes": 0}
-        killed.store._db.execute(
+        killed.kept.store._db.execute(
             "UPDATE jobs SET status='in_progress', ended_at=NULL, record=? WHERE id=?", (json.dumps(record), done.id)
         )
-        killed.owners.leave()
+        killed.kept._owners.leave()
         async with serving(tmp_path) as (service, _):
             found = await service.get(done.id)
             assert found == done
@@ -252,12 +267,12 @@ def test_what_is_too_old_or_too_much_goes_with_its_file(tmp_path: Path) -> None:
     async def run() -> None:
         async with serving(tmp_path, Rules(retention=Retention(quota_bytes=2 * len(CLIP)))) as (service, worker):
             jobs = [await finished(service, worker) for _ in range(3)]
-            assert service.tidy() == [jobs[0].id]
-            assert not service.clips.path(jobs[0].id).exists()
-            assert service.clips.path(jobs[2].id).exists()
-            service.rules = Rules(retention=Retention(ttl_s=0.0))
-            assert set(service.tidy()) == {jobs[1].id, jobs[2].id}
-            assert Clips(service.clips.folder).sweep([], []) == []
+            assert service.kept.tidy() == [jobs[0].id]
+            assert not service.kept.clips.path(jobs[0].id).exists()
+            assert service.kept.clips.path(jobs[2].id).exists()
+            service.kept.retention = Retention(ttl_s=0.0)
+            assert set(service.kept.tidy()) == {jobs[1].id, jobs[2].id}
+            assert Clips(service.kept.clips.folder).sweep([], []) == []
 
     asyncio.run(run())
 

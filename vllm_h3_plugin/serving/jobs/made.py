@@ -59,8 +59,12 @@ class Worker(Protocol):
     def ledger(self, job_id: str) -> Mapping[str, Any]:
         """Where the time and memory of a job that it has ended with went; empty if it told nothing."""
 
-    async def stop(self, job_id: str) -> None:
-        """Tell it to stop working on a job; it does so at its next look. May be called again."""
+    def stop(self, job_id: str) -> bool:
+        """Tell it to stop working on a job; :meth:`Order.make` raises at its next look. May be called again.
+
+        Returns:
+            False: it cannot be told, and the order must be cancelled.
+        """
 
     def resume(self) -> None:
         """Take that back: the job has ended."""

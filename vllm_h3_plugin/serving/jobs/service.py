@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -19,26 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_h3_plugin.errors import QueueFullError, UsageError
-from vllm_h3_plugin.serving.jobs.clips import Clips, Owners
+from vllm_h3_plugin.serving.jobs.estimates import Estimates
 from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status, new_id, wire
+from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED, Keeper, event
 from vllm_h3_plugin.serving.jobs.line import Line
 from vllm_h3_plugin.serving.jobs.made import Asked, Made, Observer, Order, Worker
 from vllm_h3_plugin.serving.jobs.progress import Progress, look
 from vllm_h3_plugin.serving.jobs.retention import Retention
-from vllm_h3_plugin.serving.jobs.store import JobStore, recover
 
 log = logging.getLogger(__name__)
-
-FOLDER = "h3"
-"""Below the host's storage folder, whose own sweeper removes every old file that lies directly in it."""
 
 _SWEEP_S = 60.0
 _EVENT_S = 0.25
 _HEARTBEAT_S = 15.0
 
-INTERRUPTED = Failure(
-    "interrupted", "The server was stopped or died while it worked on this clip. Ask for it again.", 503
-)
 CANCELLED = Failure("cancelled", "The job was cancelled.", 409)
 
 
@@ -61,6 +54,7 @@ class Rules:
 class _Running:
     job: Job
     order: Order
+    task: asyncio.Task[Made] | None = None
     stopped: Failure | None = None
     deleted: bool = False
 
@@ -84,12 +78,8 @@ class JobService:
             ServerError: the records there cannot be used.
             OSError: the folder cannot be made.
         """
-        folder = storage / FOLDER
-        self.clips = Clips(folder / "clips")
-        self.owners = Owners(folder / "servers")
-        self.store = JobStore(folder)
+        self.kept = Keeper(storage, rules.retention, clock)
         self.rules = rules
-        self.owner = secrets.token_hex(8)
         self._worker = worker
         self._observer = observer or Observer()
         self._clock = clock
@@ -100,14 +90,13 @@ class JobService:
         self._arrived = asyncio.Event()
         self._submitting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._lasting: list[Job] = []
+        self._estimates = Estimates()
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Bring the records in order after whatever happened to the server before, and begin to work."""
-        self.owners.enter(self.owner)
-        await asyncio.to_thread(self._recover)
+        await asyncio.to_thread(self.kept.open)
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._keep_tidy())]
 
     async def stop(self) -> None:
@@ -115,30 +104,14 @@ class JobService:
         running = self._running
         if running is not None:
             running.stopped = running.stopped or INTERRUPTED
-            await self._worker.stop(running.job.id)
+            self._worker.stop(running.job.id)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for job in await asyncio.to_thread(self.store.unfinished):
-            if job.owner == self.owner:
+        for job in await asyncio.to_thread(self.kept.store.unfinished):
+            if job.owner == self.kept.owner:
                 await self._end(job.failed(INTERRUPTED, self._clock()))
-        self.owners.leave()
-        self.store.close()
-
-    def _recover(self) -> None:
-        for job in self.clips.adopted(self.store.ids()):
-            self.store.add(job)
-            _event(job, "adopted", "its clip lay there without a record")
-        finished, lost = recover(
-            self.store, self.owners.alive, self.clips.promoted, lambda job, now: job.failed(INTERRUPTED, now)
-        )
-        for job in finished:
-            _event(job, "recovered", "its clip was whole before the server went")
-        for job in lost:
-            _event(job, "interrupted", "its server is gone")
-        running = {job.id for job in self.store.unfinished()}
-        for name in self.clips.sweep(self.store.ids(), running):
-            log.info("event=swept file=%s reason=%r", name, "no job of a living server owns it")
+        await asyncio.to_thread(self.kept.close)
 
     # --- what callers do ----------------------------------------------------------------------------------------
 
@@ -166,28 +139,28 @@ class JobService:
                     asked.model,
                     asked.prompt,
                     self._clock(),
-                    self.owner,
+                    self.kept.owner,
                     self.rules.deadline_s,
                     key=asked.key,
                     fingerprint=asked.fingerprint,
                     sync=asked.sync,
                     shown=asked.shown,
                 )
-                await asyncio.to_thread(self.store.add, job)
+                await asyncio.to_thread(self.kept.store.add, job)
             except BaseException:
                 order.close()
                 raise
             self._ends[job.id] = asyncio.Event()
             position = self._line.join(job.id, order)
             self._observer.line(len(self._line))
-            _event(job, "queued", f"position={position}")
+            event(job, "queued", f"position={position}")
             self._arrived.set()
             return job, True
 
     async def _joined(self, asked: Asked) -> Job | None:
         if asked.key is None:
             return None
-        earlier = await asyncio.to_thread(self.store.by_key, asked.key)
+        earlier = await asyncio.to_thread(self.kept.store.by_key, asked.key)
         if earlier is not None and earlier.fingerprint != asked.fingerprint:
             raise UsageError(
                 f"Idempotency-Key {asked.key!r} was used for another request",
@@ -201,14 +174,14 @@ class JobService:
         running = self._running
         if running is not None and running.job.id == job_id:
             return None if running.deleted else running.job
-        return await asyncio.to_thread(self.store.get, job_id)
+        return await asyncio.to_thread(self.kept.store.get, job_id)
 
     async def wait(self, job_id: str) -> Job | None:
         """A job once it has ended; None if it is removed or another server's."""
         end = self._ends.get(job_id)
         if end is not None:
             await end.wait()
-        job = await asyncio.to_thread(self.store.get, job_id)
+        job = await asyncio.to_thread(self.kept.store.get, job_id)
         return job if job is not None and job.status.ended else None
 
     async def cancel(self, job_id: str, reason: Failure = CANCELLED) -> bool:
@@ -217,7 +190,7 @@ class JobService:
         if order is not None:
             order.close()
             self._observer.line(len(self._line))
-            job = await asyncio.to_thread(self.store.get, job_id)
+            job = await asyncio.to_thread(self.kept.store.get, job_id)
             if job is not None:
                 await self._end(job.failed(reason, self._clock()))
             return True
@@ -225,8 +198,9 @@ class JobService:
         if running is None or running.job.id != job_id:
             return False
         running.stopped = running.stopped or reason
-        _event(running.job, "stopping", f"reason={reason.code}")
-        await self._worker.stop(job_id)
+        event(running.job, "stopping", f"reason={reason.code}")
+        if not self._worker.stop(job_id) and running.task is not None:
+            running.task.cancel()
         return True
 
     async def delete(self, job_id: str) -> bool:
@@ -239,19 +213,19 @@ class JobService:
         if job is None:
             return False
         if not job.status.ended and not await self.cancel(job_id):
-            job = await asyncio.to_thread(self.store.get, job_id)
+            job = await asyncio.to_thread(self.kept.store.get, job_id)
             if job is not None and not job.status.ended:
                 raise UsageError(
                     f"job {job_id} is another server's", why="it works on it now", fix="Ask that server to delete it."
                 )
         if self._running is not None and self._running.job.id == job_id:
             self._running.deleted = True
-        await asyncio.to_thread(self._forget, [job_id])
+        await asyncio.to_thread(self.kept.forget, [job_id])
         return True
 
     def shown(self, job: Job) -> dict[str, Any]:
         """A job as clients see it."""
-        return wire(job, self.progress(job).as_fields(), self.rules.retention.expires_at(job))
+        return wire(job, self.progress(job).as_fields(), self.kept.retention.expires_at(job))
 
     def progress(self, job: Job) -> Progress:
         """How far a job is."""
@@ -261,7 +235,7 @@ class JobService:
             self._clock(),
             before=self._seen.get(job.id),
             position=self._line.position(job.id),
-            tail_s=self._tail_s(job),
+            tail_s=self._estimates.tail_s(),
         )
         if job.status is Status.IN_PROGRESS:
             self._seen[job.id] = seen
@@ -315,7 +289,7 @@ class JobService:
                 continue
             job_id, order = first
             try:
-                job = await asyncio.to_thread(self.store.get, job_id)
+                job = await asyncio.to_thread(self.kept.store.get, job_id)
                 if job is not None and not job.status.ended:
                     await self._run(job, order)
             except Exception:
@@ -329,9 +303,9 @@ class JobService:
         job = job.moved(Status.IN_PROGRESS, self._clock())
         self._running = running = _Running(job, order)
         try:
-            await asyncio.to_thread(self.store.put, job)
+            await asyncio.to_thread(self.kept.store.put, job)
             self._observer.started(job)
-            _event(job, "started", f"queue_s={(job.started_at or 0) - job.created_at:.3f}")
+            event(job, "started", f"queue_s={(job.started_at or 0) - job.created_at:.3f}")
             await self._end(await self._made(running))
         finally:
             self._worker.resume()
@@ -341,13 +315,15 @@ class JobService:
     async def _made(self, running: _Running) -> Job:
         """Make the clip and save it; returns the job as it ended."""
         job = running.job
-        task = asyncio.create_task(running.order.make(job.id))
+        task = running.task = asyncio.create_task(running.order.make(job.id))
         try:
             done, _ = await asyncio.wait({task}, timeout=job.deadline_s)
             if not done:
                 await self.cancel(job.id, _too_long(job))
                 # The worker looks between two steps; the next job starts when it is free, and not before.
                 await asyncio.wait({task})
+            if task.cancelled():
+                return job.failed(running.stopped or INTERRUPTED, self._clock())
             made, made_at = task.result(), self._clock()
         except asyncio.CancelledError:
             task.cancel()
@@ -374,12 +350,12 @@ class JobService:
             )
 
         try:
-            return await asyncio.to_thread(self.clips.save, job, made.data, finish)
+            return await asyncio.to_thread(self.kept.clips.save, job, made.data, finish)
         except OSError as exc:
             full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
             failure = Failure(
                 "disk_full" if full else "not_saved",
-                f"The clip was made and could not be saved in {self.clips.folder}: {exc.strerror or exc}. "
+                f"The clip was made and could not be saved in {self.kept.clips.folder}: {exc.strerror or exc}. "
                 f"{'Free space there' if full else 'Look at that folder'}, then ask for it again.",
                 507 if full else 500,
             )
@@ -400,14 +376,11 @@ class JobService:
         }
 
     async def _end(self, job: Job) -> None:
-        kept = await asyncio.to_thread(self.store.put, job)
-        if not kept:
-            # It was deleted while it ran.
-            await asyncio.to_thread(self.clips.remove, job.id)
+        await asyncio.to_thread(self.kept.end, job)
         if job.status is Status.COMPLETED:
-            self._lasting = [*self._lasting[-7:], job]
+            self._estimates.add(job)
         how = f"code={job.failure.code}" if job.failure else f"bytes={job.nbytes} sha256={job.sha256}"
-        _event(job, job.status.value, f"{how} run_s={job.ledger.get('run_s')}")
+        event(job, job.status.value, f"{how} run_s={job.ledger.get('run_s')}")
         self._observer.ended(job)
         end = self._ends.pop(job.id, None)
         if end is not None:
@@ -418,35 +391,12 @@ class JobService:
     async def _keep_tidy(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(self.tidy)
+                await asyncio.to_thread(self.kept.tidy)
             except Exception:
                 log.exception("event=tidy_failed")
             await asyncio.sleep(_SWEEP_S)
 
-    def tidy(self) -> list[str]:
-        """Remove the jobs that are too old or too much, record and file together; returns their ids."""
-        gone = self.rules.retention.gone(self.store.ended(), self._clock())
-        self._forget(gone)
-        for job_id in gone:
-            log.info("job=%s event=expired", job_id)
-        return gone
-
-    def _forget(self, job_ids: list[str]) -> None:
-        # Files first: a record without its file can be removed again, a file without a record is only found by a sweep.
-        for job_id in job_ids:
-            self.clips.remove(job_id)
-        self.store.remove(job_ids)
-
     # --- estimates ----------------------------------------------------------------------------------------------
-
-    def _tail_s(self, job: Job) -> float | None:
-        """Seconds that decoding, encoding and saving took for the last clip of this server."""
-        if not self._lasting:
-            return None
-        ledger = self._lasting[-1].ledger
-        phases = ledger.get("phases") or {}
-        decode = sum(float(seconds) for name, seconds in phases.items() if str(name).startswith("decoding"))
-        return decode + float(ledger.get("encode_s") or 0.0) + float(ledger.get("save_s") or 0.0)
 
     def _next_place_s(self) -> float | None:
         """Seconds until the running job ends, by its own steps or by the last clips of this server."""
@@ -454,12 +404,7 @@ class JobService:
         if running is None:
             return None
         left = self.progress(running.job).seconds_left
-        if left is not None:
-            return left
-        if not self._lasting:
-            return None
-        mean = sum(float(job.ledger.get("run_s") or 0.0) for job in self._lasting) / len(self._lasting)
-        return max(1.0, mean - (self._clock() - (running.job.started_at or self._clock())))
+        return left if left is not None else self._estimates.left_s(running.job, self._clock())
 
 
 def _too_long(job: Job) -> Failure:
@@ -469,8 +414,3 @@ def _too_long(job: Job) -> Failure:
         "fewer steps, or raise H3_JOB_TIMEOUT_S.",
         500,
     )
-
-
-def _event(job: Job, event: str, more: str) -> None:
-    """One line that programs can read: ``job=… event=… name=value …``."""
-    log.info("job=%s event=%s %s", job.id, event, more)
