@@ -21,9 +21,8 @@ async def main(folder: Path, seed: int) -> None:
     rng, worker = random.Random(seed), FakeWorker()
     service = JobService(folder, worker, Rules())
     await service.start()
-    found = {
-        job.id: [job.status.value, service.kept.clips.path(job.id).is_file()] for job in service.kept.store.ended()
-    }
+    kept = service.kept
+    found = {job.id: [job.status.value, kept.clips.path(job.id).is_file()] for job in kept.store.ended()}
     print(json.dumps({"found": found, "open": len(kept.store.unfinished())}), flush=True)
     while True:
         jobs = [(await service.submit(asked(), FakeOrder(worker, at_once=True)))[0] for _ in range(2)]

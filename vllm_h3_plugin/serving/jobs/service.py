@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,9 +21,10 @@ from vllm_h3_plugin.serving.jobs.estimates import Estimates
 from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status, new_id, wire
 from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED, Keeper, event
 from vllm_h3_plugin.serving.jobs.line import Line
-from vllm_h3_plugin.serving.jobs.made import Asked, Made, Observer, Order, Worker
+from vllm_h3_plugin.serving.jobs.made import Asked, Observer, Order, Worker
 from vllm_h3_plugin.serving.jobs.progress import Progress, look
 from vllm_h3_plugin.serving.jobs.retention import Retention
+from vllm_h3_plugin.serving.jobs.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +48,6 @@ class Rules:
     max_queue: int = 16
     deadline_s: float = 3600.0
     retention: Retention = field(default_factory=Retention)
-
-
-@dataclass
-class _Running:
-    job: Job
-    order: Order
-    task: asyncio.Task[Made] | None = None
-    stopped: Failure | None = None
-    deleted: bool = False
 
 
 class JobService:
@@ -84,7 +75,7 @@ class JobService:
         self._observer = observer or Observer()
         self._clock = clock
         self._line: Line[Order] = Line(rules.max_queue)
-        self._running: _Running | None = None
+        self._running: Run | None = None
         self._ends: dict[str, asyncio.Event] = {}
         self._seen: dict[str, Progress] = {}
         self._arrived = asyncio.Event()
@@ -103,8 +94,7 @@ class JobService:
         """Stop working. Jobs that are not finished are interrupted."""
         running = self._running
         if running is not None:
-            running.stopped = running.stopped or INTERRUPTED
-            self._worker.stop(running.job.id)
+            running.stop(INTERRUPTED)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -197,10 +187,8 @@ class JobService:
         running = self._running
         if running is None or running.job.id != job_id:
             return False
-        running.stopped = running.stopped or reason
         event(running.job, "stopping", f"reason={reason.code}")
-        if not self._worker.stop(job_id) and running.task is not None:
-            running.task.cancel()
+        running.stop(reason)
         return True
 
     async def delete(self, job_id: str) -> bool:
@@ -301,79 +289,16 @@ class JobService:
 
     async def _run(self, job: Job, order: Order) -> None:
         job = job.moved(Status.IN_PROGRESS, self._clock())
-        self._running = running = _Running(job, order)
+        self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock)
         try:
             await asyncio.to_thread(self.kept.store.put, job)
             self._observer.started(job)
             event(job, "started", f"queue_s={(job.started_at or 0) - job.created_at:.3f}")
-            await self._end(await self._made(running))
+            await self._end(await running.result())
         finally:
             self._worker.resume()
             self._running = None
             self._seen.pop(job.id, None)
-
-    async def _made(self, running: _Running) -> Job:
-        """Make the clip and save it; returns the job as it ended."""
-        job = running.job
-        task = running.task = asyncio.create_task(running.order.make(job.id))
-        try:
-            done, _ = await asyncio.wait({task}, timeout=job.deadline_s)
-            if not done:
-                await self.cancel(job.id, _too_long(job))
-                # The worker looks between two steps; the next job starts when it is free, and not before.
-                await asyncio.wait({task})
-            if task.cancelled():
-                return job.failed(running.stopped or INTERRUPTED, self._clock())
-            made, made_at = task.result(), self._clock()
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        except Exception as exc:  # noqa: BLE001  # whatever the host raises ends this job and no other
-            failure = running.stopped or self._worker.explain(exc)
-            if running.stopped is None:
-                log.error("job=%s event=failed code=%s message=%r", job.id, failure.code, failure.message)
-            return job.failed(failure, self._clock(), ledger=self._ledger(job, self._clock(), None))
-        if running.stopped is not None:
-            return job.failed(running.stopped, self._clock(), ledger=self._ledger(job, made_at, None))
-        return await self._saved(job, made, made_at)
-
-    async def _saved(self, job: Job, made: Made, made_at: float) -> Job:
-        def finish(nbytes: int, digest: str) -> Job:
-            now = self._clock()
-            return job.moved(
-                Status.COMPLETED,
-                now,
-                nbytes=nbytes,
-                sha256=digest,
-                shown={**job.shown, **made.shown},
-                ledger=self._ledger(job, made_at, now),
-            )
-
-        try:
-            return await asyncio.to_thread(self.kept.clips.save, job, made.data, finish)
-        except OSError as exc:
-            full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
-            failure = Failure(
-                "disk_full" if full else "not_saved",
-                f"The clip was made and could not be saved in {self.kept.clips.folder}: {exc.strerror or exc}. "
-                f"{'Free space there' if full else 'Look at that folder'}, then ask for it again.",
-                507 if full else 500,
-            )
-            return job.failed(failure, self._clock(), ledger=self._ledger(job, made_at, None))
-
-    def _ledger(self, job: Job, made_at: float, saved_at: float | None) -> dict[str, Any]:
-        """Where the time of a job went: what the runner saw, and what the worker wrote."""
-        told = dict(self._worker.ledger(job.id))
-        started = job.started_at or job.created_at
-        left = told.pop("ended_at", None)
-        return {
-            "queue_s": round(started - job.created_at, 3),
-            **told,
-            # Between the worker's last word and the clip: frames travel and become an MP4 file.
-            "encode_s": None if left is None else round(max(0.0, made_at - float(left)), 3),
-            "save_s": None if saved_at is None else round(saved_at - made_at, 3),
-            "run_s": round((saved_at or made_at) - started, 3),
-        }
 
     async def _end(self, job: Job) -> None:
         await asyncio.to_thread(self.kept.end, job)
@@ -405,12 +330,3 @@ class JobService:
             return None
         left = self.progress(running.job).seconds_left
         return left if left is not None else self._estimates.left_s(running.job, self._clock())
-
-
-def _too_long(job: Job) -> Failure:
-    return Failure(
-        "deadline_exceeded",
-        f"The job ran for longer than {job.deadline_s:.0f} s and was stopped. Ask for a shorter or smaller clip or "
-        "fewer steps, or raise H3_JOB_TIMEOUT_S.",
-        500,
-    )
