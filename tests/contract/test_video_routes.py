@@ -319,8 +319,13 @@ def test_health_is_503_once_the_worker_is_stuck_or_gone(tmp_path: Path, monkeypa
     from vllm_h3_plugin.host.liveness import HealthRoute, Liveness
 
     class Dead:
+        ended = False
+
         async def check_health(self) -> None:
             raise EngineDeadError("gone")
+
+        def shutdown(self) -> None:
+            self.ended = True
 
     async def test() -> None:
         ends: list[str] = []
@@ -335,6 +340,13 @@ def test_health_is_503_once_the_worker_is_stuck_or_gone(tmp_path: Path, monkeypa
             answer = await client.get("/health")
             assert (answer.status_code, "the worker is gone" in answer.json()["reason"]) == (503, True)
             assert ends == ["end"]
+
+        told, engine = Liveness(factor=20, phase_s=60, leave=True, end=lambda: ends.append("again")), Dead()
+        watch = asyncio.create_task(told.watch(lambda: engine))
+        await asyncio.sleep(0)
+        engine.shutdown()
+        await watch
+        assert (engine.ended, told.fault, ends) == (True, None, ["end"])
 
         monkeypatch.setenv("H3_RUN_DIR", str(tmp_path))
         state = {"phase": "denoising", "step": 3, "steps": 9, "seconds_per_step": 1.0, "time": 5.0, "busy_since": 1.0}

@@ -74,7 +74,7 @@ class Cancellation:
         except RequestCancelledError as exc:
             # The frames of the forward hold its tensors for as long as the exception lives.
             traceback.clear_frames(exc.__traceback__)
-            self._allocator.release()
+            self._allocator.release(search=False)
             raise
         finally:
             self._request = ""

@@ -26,8 +26,8 @@ from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
-from vllm_h3_plugin.host.liveness import EXIT_CODE, HealthRoute, Liveness
-from vllm_h3_plugin.host.video_order import host_video_module
+from vllm_h3_plugin.host.liveness import HealthRoute, Liveness
+from vllm_h3_plugin.host.video_order import host_form
 from vllm_h3_plugin.host.video_routes import video_router
 from vllm_h3_plugin.quantization.footprint import GIB
 from vllm_h3_plugin.serving import provenance
@@ -61,7 +61,7 @@ class H3Endpoints:
 
         app.add_api_route("/v1/h3/info", _info_of(app), methods=["GET"], summary="Plugin, host, recipe, kernels in use")
         app.add_api_route("/ready", _ready_of(app, liveness), methods=["GET"], summary="Loaded, and takes requests")
-        app.include_router(video_router(service, host_video_module()._parse_video_form))
+        app.include_router(video_router(service, host_form()))
         # Before the host adds authentication, and therefore behind it.
         app.add_middleware(admission.Admission)
         app.add_middleware(InFlight)
@@ -104,9 +104,6 @@ def _with_jobs(
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
             await jobs.stop()
-            if liveness.fault is not None:
-                # A supervisor that restarts failures alone must see one; a stuck worker would keep the process, too.
-                os._exit(EXIT_CODE)
 
     return lifespan
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import multiprocessing
 import os
 import signal
 import threading
@@ -39,6 +41,7 @@ class Liveness:
             end: how.
         """
         self.fault: str | None = None
+        self._leaving = False
         self._factor = factor
         self._phase_s = phase_s
         self._leave = leave
@@ -46,12 +49,28 @@ class Liveness:
 
     async def watch(self, engine: Callable[[], Any]) -> None:
         """Look every two seconds until the fault is there, or for ever."""
+        self._expect_the_end(engine())
         while self.fault is None:
             await asyncio.sleep(_LOOK_S)
-            self.fault = await self.look(engine())
+            fault = await self.look(engine())
+            if self._leaving:
+                return
+            self.fault = fault
         logger.error("event=unhealthy reason=%r exit=%s", self.fault, self._leave)
         if self._leave:
             self._end()
+
+    def _expect_the_end(self, engine: Any) -> None:
+        """An engine that is told to end is no fault. The host does that before it tells the app (launcher.py)."""
+        shutdown = getattr(engine, "shutdown", None)
+        if shutdown is None:
+            return
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            self._leaving = True
+            return shutdown(*args, **kwargs)
+
+        engine.shutdown = told
 
     async def look(self, engine: Any) -> str | None:
         """Why the server is not healthy; None: it is."""
@@ -83,8 +102,16 @@ class HealthRoute:
 
 
 def end_process() -> None:
-    """Ask this server to end, and insist: whoever started it is told by its exit code."""
-    thread = threading.Timer(_GRACE_S, lambda: os._exit(EXIT_CODE))
+    """Ask this server to end, and insist. Whoever started it is told by its exit code that it did not want to."""
+    atexit.register(leave)
+    thread = threading.Timer(_GRACE_S, leave)
     thread.daemon = True
     thread.start()
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def leave() -> None:
+    """End at once, and take along the workers that this process started: a stuck one would keep the device."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(EXIT_CODE)

@@ -4,23 +4,30 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fastapi import HTTPException
+from fastapi import Depends, HTTPException
 from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.errors import OmniClientError
 
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.serving.jobs.job import Failure
-from vllm_h3_plugin.serving.jobs.made import Asked, Made
+from vllm_h3_plugin.serving.jobs.made import Asked, Made, Order
 
 _REFERENCES = ("reference_image", "reference_video", "reference_audio")
 _SHOWN = ("size", "seconds", "quality", "fps", "num_frames", "duration_s")
 _CHUNK_BYTES = 1 << 20
+_KEY_LENGTH = 255
+
+KEY_HEADER = "Idempotency-Key"
+
+Accept = Callable[..., Awaitable[tuple[Order, Asked]]]
+"""A FastAPI dependency: an order and what its job keeps, from a request; raises ``HTTPException`` for a bad one."""
 
 
 def host_video_module() -> Any:
@@ -92,6 +99,37 @@ def order_of(parsed: Sequence[Any]) -> tuple[VideoOrder, Asked]:
     response = host.video_response_from_request(model, request)
     shown = {**{name: getattr(response, name, None) for name in _SHOWN}, "seed": request.seed}
     return VideoOrder(handler, request, references, cleanup), Asked(model, request.prompt, shown)
+
+
+def host_form() -> Accept:
+    """The dependency that reads a request with the host's own form parser."""
+    parse = Depends(host_video_module()._parse_video_form)
+
+    async def accept(request: Request, parsed: Any = parse) -> tuple[VideoOrder, Asked]:
+        order, asked = order_of(parsed)
+        try:
+            key = idempotency_key(request)
+            digest = None if key is None else await fingerprint(await request.form())
+        except BaseException:
+            order.close()
+            raise
+        return order, replace(asked, key=key, fingerprint=digest)
+
+    return accept
+
+
+def idempotency_key(request: Request) -> str | None:
+    """What the caller named its request; None: nothing.
+
+    Raises:
+        HTTPException: 400, it cannot be a key.
+    """
+    key = request.headers.get(KEY_HEADER)
+    if key is None or (key.strip() and len(key) <= _KEY_LENGTH and key.isprintable()):
+        return key
+    raise HTTPException(
+        400, f"{KEY_HEADER} has {len(key)} characters: 1 to {_KEY_LENGTH} printable ones are allowed. Send a UUID."
+    )
 
 
 async def fingerprint(form: FormData) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Depends, Query
@@ -13,34 +14,32 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from vllm_h3_plugin.errors import H3Error, UsageError
-from vllm_h3_plugin.host.video_order import fingerprint, order_of
+from vllm_h3_plugin.host.video_order import Accept
 from vllm_h3_plugin.serving.jobs.job import Job, Status
-from vllm_h3_plugin.serving.jobs.made import Asked
+from vllm_h3_plugin.serving.jobs.made import Asked, Order
 from vllm_h3_plugin.serving.jobs.service import JobService
 
-KEY_HEADER = "Idempotency-Key"
-_KEY_LENGTH = 255
 _CLIENT_CLOSED = 499
 
 
-def video_router(service: Callable[[], JobService], parse: Callable[..., Any]) -> APIRouter:
+def video_router(service: Callable[[], JobService], accept: Accept) -> APIRouter:
     """The routes.
 
     Args:
         service: the jobs, once the server has started.
-        parse: the host's dependency that reads a form.
+        accept: reads a request.
     """
     router = APIRouter(tags=["video"])
-    form = Depends(parse)
+    accepts = Depends(accept)
 
     @router.post("/v1/videos", summary="Ask for a clip; answers at once with its job")
-    async def create(request: Request, parsed: Any = form) -> Response:
-        job = await _submitted(service(), request, parsed, sync=False)
+    async def create(accepted: Any = accepts) -> Response:
+        job = await _submitted(service(), accepted, sync=False)
         return job if isinstance(job, Response) else JSONResponse(service().shown(job))
 
     @router.post("/v1/videos/sync", summary="Ask for a clip and get it as the answer")
-    async def create_sync(request: Request, parsed: Any = form) -> Response:
-        job = await _submitted(service(), request, parsed, sync=True)
+    async def create_sync(request: Request, accepted: Any = accepts) -> Response:
+        job = await _submitted(service(), accepted, sync=True)
         return job if isinstance(job, Response) else await _delivered(service(), request, job)
 
     @router.get("/v1/videos", summary="List jobs")
@@ -127,35 +126,15 @@ def refused(error: H3Error, status: int | None = None) -> JSONResponse:
     return problem(status or error.http_status, code, str(error), headers, **error.details)
 
 
-async def _submitted(jobs: JobService, request: Request, parsed: Any, *, sync: bool) -> Job | Response:
-    order, asked = order_of(parsed)
+async def _submitted(jobs: JobService, accepted: tuple[Order, Asked], *, sync: bool) -> Job | Response:
+    order, asked = accepted
     try:
-        key = _key(request)
-        digest = None if key is None else await fingerprint(await request.form())
-    except H3Error as exc:
-        order.close()
-        return refused(exc)
-    asked = Asked(asked.model, asked.prompt, asked.shown, key, digest, sync)
-    try:
-        job, _ = await jobs.submit(asked, order)
+        job, _ = await jobs.submit(replace(asked, sync=sync), order)
         return job
     except UsageError as exc:
         return refused(exc, 422)
     except H3Error as exc:
         return refused(exc)
-
-
-def _key(request: Request) -> str | None:
-    key = request.headers.get(KEY_HEADER)
-    if key is None:
-        return None
-    if not key.strip() or len(key) > _KEY_LENGTH or not key.isprintable():
-        raise UsageError(
-            f"{KEY_HEADER} has {len(key)} characters",
-            why=f"1 to {_KEY_LENGTH} printable ones are allowed",
-            fix="Send a UUID.",
-        )
-    return key
 
 
 async def _delivered(jobs: JobService, request: Request, job: Job) -> Response:
