@@ -28,8 +28,8 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
-.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean preflight smoke verify build provenance
-.PHONY: up status logs down
+.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean
+.PHONY: preflight build up status logs down smoke verify provenance
 
 help:  ## Show this help.
 	@echo "vllm-h3-plugin: MiniMax-H3 on hardware that is too small for it."
@@ -52,10 +52,12 @@ demo: setup  ## Make and verify two clips with a small synthetic checkpoint on t
 
 test:  ## Lint, unit, contract and server tests of both hosts side by side; then what was slow, what could not run and why.
 	@"$(PYTHON)" -m tools.environment nvidia ascend
+	@"$(PYTHON)" -m tools.oracle
 	@$(IN_TEST)/python -m tools.testrun $(ARGS)
 
 test-quick:  ## The same without starting servers.
 	@"$(PYTHON)" -m tools.environment nvidia ascend
+	@"$(PYTHON)" -m tools.oracle
 	@$(IN_TEST)/python -m tools.testrun --quick $(ARGS)
 
 test-gpu: setup  ## Tests that need a CUDA device, on HOST; keeps their figures in docs/results/gpu.json.

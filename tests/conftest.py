@@ -109,6 +109,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reason = next((NEEDS[kind] for kind in NEEDS if kind != accelerator and item.get_closest_marker(kind)), None)
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
+        if reason is None and item.get_closest_marker("oracle"):
+            from tools.oracle import why_no_oracle
+
+            reason = why_no_oracle()
         if reason is None and only is not None and host is not None and host not in only.args:
             reason = f"only on {', '.join(only.args)}: {only.kwargs['reason']}"
         if reason is not None:

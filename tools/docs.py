@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The generated parts of ``docs/``: ``python -m tools.docs`` writes them, ``--check`` fails where they have drifted.
 
-``CLI.md`` and ``SETTINGS.md`` are wholly generated, from every verb's ``--help`` and from ``settings.py``.
+``CLI.md``, ``SETTINGS.md`` and ``ERRORS.md`` are wholly generated, from every verb's ``--help``, from ``settings.py``
+and from the code's own errors.
 ``RESULTS.md`` has tables made from ``docs/results/*.json`` between two markers; the words above are written by hand.
 """
 
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tools.environment import ROOT
+from tools.error_index import errors_document
 from tools.results import load_results, render_all
 from vllm_h3_plugin.errors import H3Error, UsageError
 from vllm_h3_plugin.settings import Settings, known_variables
@@ -72,7 +74,7 @@ OTHERS = {
     "ASCEND_VISIBLE_DEVICES": "The same, as container runtimes name it. Read, never set.",
     "VLLM_LOGGING_LEVEL": "The host's. `vllm-h3 doctor` and the benchmarks quieten it unless it is set.",
     "VLLM_LOGGING_STREAM": "The host's. `vllm-h3 doctor` and the benchmarks send its log to stderr unless it is set.",
-    "SOURCE_DATE_EPOCH": "Time that `vllm-h3 provenance --sbom` writes, in seconds since 1970.",
+    "SOURCE_DATE_EPOCH": "Time that `vllm-h3 provenance --sbom FILE` writes, in seconds since 1970.",
 }
 
 
@@ -114,6 +116,7 @@ def results_document() -> str:
 DOCUMENTS: dict[str, Callable[[], str]] = {
     "CLI.md": cli_document,
     "SETTINGS.md": settings_document,
+    "ERRORS.md": lambda: f"{NOTICE}\n{errors_document()}",
     "RESULTS.md": results_document,
 }
 

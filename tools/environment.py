@@ -117,7 +117,7 @@ def ensure_host(pin: HostPin) -> Path:
 
 
 def main(names: Sequence[str]) -> int:
-    """Make the named environments (``boot`` is the installer alone)."""
+    """Make the named environments; ``boot`` is the installer alone."""
     try:
         pins = load_pins()
         for name in names:

@@ -48,7 +48,11 @@ class ImagePin:
 
 @dataclass(frozen=True, slots=True)
 class HostPin:
-    """One supported host; ``requirements`` is its lock file, relative to the top of a checkout."""
+    """One supported host.
+
+    ``requirements`` is its lock file, relative to the top of a checkout. ``oracle`` is the wheel of the accelerator's
+    operators that tests read declarations from; it is never installed.
+    """
 
     name: str
     vllm: str
@@ -56,6 +60,7 @@ class HostPin:
     image: ImagePin
     wheels: tuple[Wheel, ...]
     requirements: str
+    oracle: Wheel | None = None
 
     def __str__(self) -> str:
         return f"vLLM {self.vllm} + vLLM-Omni {self.vllm_omni} ({self.name})"
@@ -103,6 +108,7 @@ def _host(name: str, table: dict[str, Any]) -> HostPin:
         image=ImagePin(image["reference"], image.get("digest"), tuple(image["variants"])),
         wheels=tuple(Wheel(file, sha256) for file, sha256 in table["wheels"].items()),
         requirements=table["requirements"],
+        oracle=next((Wheel(file, sha256) for file, sha256 in table.get("oracle", {}).items()), None),
     )
 
 

@@ -117,6 +117,11 @@ class Settings(BaseModel):
         description="Let the host compile its own DiT blocks (torch.compile) instead of running the plugin's fused "
         "kernels. The first request of a server then takes some 25 s longer.",
     )
+    parts_on: str | None = Field(
+        default=None,
+        description="Parts that are built on another card of the same process (`text_encoder=1`), comma-separated. "
+        "`vllm-h3 serve` sets it from the profile's role map.",
+    )
     memory_guard: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Refuse and cancel requests before the machine runs out of memory. `auto`: on where CPU and device "

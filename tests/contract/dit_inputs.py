@@ -135,7 +135,8 @@ def host_dit(
         precisions = precision_plan(precisions, config)
     quantization = None
     if precisions.quantized:
-        quantization = H3QuantizationConfig(precisions, choose_backend(None, system_facts(device))[0])
+        backend, _ = choose_backend(None, system_facts(device), precisions.recipe.method or "fp8")
+        quantization = H3QuantizationConfig(precisions, backend)
     dit = build_dit(config, quantization, device)
     loading.load_dit(dit, weights, config=config, diffusers=diffusers)
     finish_loading(dit)

@@ -26,7 +26,10 @@ from vllm_h3_plugin.quantization.reference import Reference
 @pytest.fixture(scope="module")
 def bench(device: torch.device, one_thread: None) -> Any:
     """The modules under test, imported when there is a world for the host to find."""
-    from vllm_h3_plugin.host import bench_clock, bench_gemm, bench_gemm_kernels, bench_gemm_report
+    from vllm_h3_plugin.host.bench import clock as bench_clock
+    from vllm_h3_plugin.host.bench import gemm as bench_gemm
+    from vllm_h3_plugin.host.bench import gemm_kernels as bench_gemm_kernels
+    from vllm_h3_plugin.host.bench import gemm_report as bench_gemm_report
 
     return SimpleNamespace(
         clock=bench_clock, gemm=bench_gemm, kernels=bench_gemm_kernels, report=bench_gemm_report, device=device

@@ -42,7 +42,12 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def bench(device: torch.device, one_thread: None) -> Any:
     """The modules under test, imported when there is a world for the host to find."""
-    from vllm_h3_plugin.host import bench_checkpoint, bench_load, bench_pipeline, bench_reads, bench_report, bench_table
+    from vllm_h3_plugin.host.bench import checkpoint as bench_checkpoint
+    from vllm_h3_plugin.host.bench import load as bench_load
+    from vllm_h3_plugin.host.bench import pipeline as bench_pipeline
+    from vllm_h3_plugin.host.bench import reads as bench_reads
+    from vllm_h3_plugin.host.bench import report as bench_report
+    from vllm_h3_plugin.host.bench import table as bench_table
 
     return SimpleNamespace(
         checkpoint=bench_checkpoint,

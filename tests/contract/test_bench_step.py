@@ -38,16 +38,14 @@ SMALL = RequestSize(64, 64, 5, text_tokens=9)
 @pytest.fixture(scope="module")
 def bench(device: torch.device, one_thread: None) -> Any:
     """The modules under test, imported when there is a world for the host to find."""
-    from vllm_h3_plugin.host import (
-        bench_floor,
-        bench_step,
-        bench_step_cells,
-        bench_step_dram,
-        bench_step_lowbit,
-        bench_step_models,
-        bench_step_profile,
-        bench_step_report,
-    )
+    from vllm_h3_plugin.host.bench import floor as bench_floor
+    from vllm_h3_plugin.host.bench import step as bench_step
+    from vllm_h3_plugin.host.bench import step_cells as bench_step_cells
+    from vllm_h3_plugin.host.bench import step_dram as bench_step_dram
+    from vllm_h3_plugin.host.bench import step_lowbit as bench_step_lowbit
+    from vllm_h3_plugin.host.bench import step_models as bench_step_models
+    from vllm_h3_plugin.host.bench import step_profile as bench_step_profile
+    from vllm_h3_plugin.host.bench import step_report as bench_step_report
 
     return SimpleNamespace(
         cells=bench_step_cells,
@@ -81,7 +79,7 @@ def test_every_column_was_measured_at_every_size(run: Any, bench: Any) -> None:
 
 
 def test_a_time_is_that_of_a_device_that_has_been_at_it_for_a_while(bench: Any, monkeypatch: Any) -> None:
-    from vllm_h3_plugin.host import bench_clock
+    from vllm_h3_plugin.host.bench import clock as bench_clock
 
     times = iter([90.0, 100.0, 110.0, 120.0, 130.0])
     monkeypatch.setattr(bench_clock, "wall_ms", lambda work, device: next(times))

@@ -38,7 +38,7 @@ from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
 
 CONFIG = tiny_dit(layers=2, refiner_layers=1, hidden=128, heads=4, head_dim=32, ffn=256)
 RANKS = (0, 1)
-RECIPES = ("fp8", "fp8-tensor", "bf16-table")
+RECIPES = ("fp8", "fp8-tensor", "int8", "bf16-table")
 STEPS = 2
 DEADLINE_S = 480.0
 """Importing the host takes half a minute of a core in each process, more where two hosts are tested side by side; the
@@ -77,7 +77,8 @@ def loader_of(recipe: str, weights: Weights, device: torch.device) -> tuple[Any,
     precisions = precision_plan(recipe, CONFIG)
     quantization = None
     if precisions.quantized:
-        quantization = H3QuantizationConfig(precisions, choose_backend(None, system_facts(device))[0])
+        backend, _ = choose_backend(None, system_facts(device), precisions.recipe.method or "fp8")
+        quantization = H3QuantizationConfig(precisions, backend)
     dit = build_dit(CONFIG, quantization, device, tables=recipe != "fp8-tensor")
     loader = loading.dit_loader(dit, loading.facts_of(weights), config=CONFIG, diffusers=False)
     return dit, loader, {name: tensor for name, tensor in weights.items() if name in loader.placements}

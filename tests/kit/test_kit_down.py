@@ -131,6 +131,16 @@ def test_memory_that_does_not_come_back_is_an_error_that_names_its_holders(runni
     assert running.monotonic() == 60
 
 
+def test_a_process_that_is_left_over_is_named_though_memory_is_back(running: MadeOutside, verb: Verb) -> None:
+    def almost() -> None:
+        freed(running)
+        running.processes = {71: 2**20}
+
+    running.at(1, almost)
+    ended = verb("down")
+    assert ended.code == BusyError.exit_code and "its processes 71 still hold memory" in ended.err
+
+
 def test_memory_that_another_program_took_is_told_apart_from_nothing(running: MadeOutside, verb: Verb) -> None:
     running.machine.main_memory = Memory(119 * GIB, 30 * GIB, 0, 0, ("other (pid 9, 40.0 GiB)",))
     running.at(1, lambda: freed(running, 49))

@@ -27,6 +27,7 @@ from vllm_h3_plugin.serving.profile import Profile, load_profile
 from vllm_h3_plugin.serving.server import Server, free_port
 
 FOLDER = Path(__file__).parent
+PREPARED_STEPS = 11
 READY_S = 420
 """Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
 
@@ -187,12 +188,14 @@ def fp8(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Iterator[Runni
 def fp8_again(tmp_path_factory: pytest.TempPathFactory, fl2va: Path, fp8: Running) -> Iterator[Running]:
     """A second server of the same recipe and checkpoint on what :func:`fp8` left in its cache folder.
 
-    ``fp8`` has made a clip of three steps before this one starts.
+    ``fp8`` has made a clip of three steps before this one starts, which prepares one of ``PREPARED_STEPS`` as well.
     """
     folder = tmp_path_factory.mktemp("fp8-again")
     fp8.make(request(), folder / "first.mp4")
     with ExitStack() as stack:
-        yield Servers(folder, stack).start(fl2va, recipe="fp8", cache=fp8.cache)
+        servers = Servers(folder, stack)
+        profile = servers.profile(fl2va, recipe="fp8")
+        yield servers.ready(servers.launch(profile, cache=fp8.cache, H3_PREPARE_STEPS=str(PREPARED_STEPS)))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tests.server.conftest import Running, request
+from tests.server.conftest import PREPARED_STEPS, Running, request
 from vllm_h3_plugin.pins import HostPin
 
 BUILT = "rows are built from the weights on disk"
@@ -58,12 +58,16 @@ def test_clients_that_ask_at_once_for_one_new_schedule_cost_one_table(fp8: Runni
     assert len(made) == 3 and len(set(made.values())) == 1
 
 
-def test_the_next_server_reads_tables_and_builds_none(
+def test_the_next_server_reads_tables_and_builds_none_but_what_it_was_told_to_prepare(
     fp8: Running, fp8_again: Running, tmp_path: Path, host_pin: HostPin
 ) -> None:
-    assert lines(fp8_again, BUILT) == []
-    default = 50 if host_pin.name == "nvidia" else 49  # 0.28 runs one step fewer than it is asked for
-    assert len(lines(fp8_again, f"AdaLN table of {default} steps, text read from")) == 1
+    # Before its first request: a phase that stayed would be a request that never moves, to whoever watches.
+    assert fp8_again.info["progress"]["phase"] == "idle"
+    built = lines(fp8_again, BUILT)
+    fewer = 0 if host_pin.name == "nvidia" else 1  # 0.28 runs one step fewer than it is asked for
+    assert [f"{PREPARED_STEPS - fewer} steps" in line for line in built] == [True]
+    assert len(lines(fp8_again, f"AdaLN table of {50 - fewer} steps, text read from")) == 1
     clip = fp8_again.make(request(), tmp_path / "again.mp4").read_bytes()
-    assert lines(fp8_again, BUILT) == []
+    fp8_again.make(request(steps=PREPARED_STEPS), tmp_path / "prepared.mp4")
+    assert lines(fp8_again, BUILT) == built
     assert clip == fp8.make(request(), tmp_path / "first.mp4").read_bytes()

@@ -19,7 +19,7 @@ from vllm_h3_plugin.cli.bench_shared import (
 )
 
 if TYPE_CHECKING:
-    from vllm_h3_plugin.host.bench_gemm import Found
+    from vllm_h3_plugin.host.bench.gemm import Found
 
 # The clips whose number of tokens is measured where none is given.
 _CLIPS = ((768, 448, 124), (1344, 768, 124))
@@ -64,7 +64,7 @@ def gemm(
     host_environment()
     found, outcome = _measure(m, text_tokens, text_encoder, repeat, output)
     from vllm_h3_plugin.cli.console import emit_json, stdout
-    from vllm_h3_plugin.host.bench_gemm_report import is_wrong, roofline_words, rows
+    from vllm_h3_plugin.host.bench.gemm_report import is_wrong, roofline_words, rows
 
     show(table_of(rows(found), last="What is wrong"))
     stdout().print(f"\n{roofline_words(found)}", markup=False)
@@ -82,8 +82,8 @@ def _measure(
     from vllm_h3_plugin.checkpoint.configs import DitConfig, TextEncoderConfig
     from vllm_h3_plugin.checkpoint.synthetic import tiny_dit, tiny_text
     from vllm_h3_plugin.cli.console import stderr
-    from vllm_h3_plugin.host.bench_gemm import measure, shapes
-    from vllm_h3_plugin.host.bench_gemm_report import result
+    from vllm_h3_plugin.host.bench.gemm import measure, shapes
+    from vllm_h3_plugin.host.bench.gemm_report import result
     from vllm_h3_plugin.memory.requests import RequestSize
 
     cuda = torch.cuda.is_available()

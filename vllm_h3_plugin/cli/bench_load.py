@@ -24,7 +24,7 @@ from vllm_h3_plugin.cli.bench_shared import (
 from vllm_h3_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_h3_plugin.host.bench_load import Measured
+    from vllm_h3_plugin.host.bench.load import Measured
 
 
 def load(
@@ -84,7 +84,7 @@ def load(
             if checkpoint is None and not keep:
                 _remove(folder / "checkpoint")
     from vllm_h3_plugin.cli.console import emit_json
-    from vllm_h3_plugin.host.bench_report import load_figures, load_rows, memory_figures
+    from vllm_h3_plugin.host.bench.report import load_figures, load_rows, memory_figures
 
     show(table_of(load_rows(found)), figures_table([*load_figures(found), *memory_figures(found)]))
     if as_json:
@@ -103,8 +103,8 @@ def _measure(
     command: str,
 ) -> tuple[Measured, dict[str, Any]]:
     from vllm_h3_plugin.cli.console import stderr
-    from vllm_h3_plugin.host.bench_load import Options, measure
-    from vllm_h3_plugin.host.bench_report import results
+    from vllm_h3_plugin.host.bench.load import Options, measure
+    from vllm_h3_plugin.host.bench.report import results
 
     console = stderr()
     subject = _subject(checkpoint)
@@ -161,8 +161,8 @@ def _synthetic(folder: Path, true_width: bool, depth: tuple[int, int], recipe: s
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from vllm_h3_plugin.cli.console import stderr
-    from vllm_h3_plugin.host.bench_checkpoint import planned_bytes, require_room, spec_of, write
-    from vllm_h3_plugin.host.bench_load import bytes_of
+    from vllm_h3_plugin.host.bench.checkpoint import planned_bytes, require_room, spec_of, write
+    from vllm_h3_plugin.host.bench.load import bytes_of
 
     spec = spec_of(true_width=true_width, layers=depth[0], text_layers=depth[1])
     root = folder / "checkpoint"

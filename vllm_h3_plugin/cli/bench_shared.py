@@ -16,7 +16,7 @@ from vllm_h3_plugin.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from vllm_h3_plugin.host.bench_report import Figure
+    from vllm_h3_plugin.host.bench.report import Figure
 
 # Columns that the tables need, also where stdout is no terminal.
 _WIDTH = 150

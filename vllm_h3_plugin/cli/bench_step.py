@@ -23,7 +23,7 @@ from vllm_h3_plugin.cli.console import stdout
 from vllm_h3_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_h3_plugin.host.bench_step_cells import Found, Options
+    from vllm_h3_plugin.host.bench.step_cells import Found, Options
     from vllm_h3_plugin.memory.requests import RequestSize
 
 SIZES = tuple(f"{size}x{frames}" for size in ("768x448", "1344x768") for frames in (56, 124, 362))
@@ -92,7 +92,7 @@ def step(
     options = _options(clips, columns, layers, text_tokens, repeat, eager, attention)
     found, outcome = _measure(options, dram, output, " ".join(["vllm-h3 bench step", *words]))
     from vllm_h3_plugin.cli.console import emit_json
-    from vllm_h3_plugin.host.bench_step_report import failures, figures
+    from vllm_h3_plugin.host.bench.step_report import failures, figures
 
     show(figures_table(figures(found)))
     if plot is not None:
@@ -155,7 +155,7 @@ def _options(
 
     from vllm_h3_plugin.checkpoint.configs import DitConfig
     from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
-    from vllm_h3_plugin.host.bench_step_cells import Options
+    from vllm_h3_plugin.host.bench.step_cells import Options
     from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 
     cuda = torch.cuda.is_available()
@@ -172,9 +172,9 @@ def _options(
 
 def _measure(options: Options, dram: bool, output: Path | None, command: str) -> tuple[Found, dict[str, Any]]:
     from vllm_h3_plugin.cli.console import stderr
-    from vllm_h3_plugin.host.bench_step import Bench
-    from vllm_h3_plugin.host.bench_step_dram import measure_dram
-    from vllm_h3_plugin.host.bench_step_report import result, rows
+    from vllm_h3_plugin.host.bench.step import Bench
+    from vllm_h3_plugin.host.bench.step_dram import measure_dram
+    from vllm_h3_plugin.host.bench.step_report import result, rows
     from vllm_h3_plugin.host.register import register
     from vllm_h3_plugin.host.standalone import single_rank
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_h3_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_h3_plugin.host.bench_step_cells import Found
+    from vllm_h3_plugin.host.bench.step_cells import Found
 
 Line = Sequence[tuple[int, float]]
 """(frames, milliseconds), by frames."""
@@ -44,7 +44,7 @@ def check_target(path: Path) -> None:
 
 def lines(found: Found) -> dict[str, dict[str, Line]]:
     """Picture size -> column -> its line; columns without a figure are left out."""
-    from vllm_h3_plugin.host.bench_step_report import step_ms
+    from vllm_h3_plugin.host.bench.step_report import step_ms
 
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for cell in found.cells:

@@ -7,10 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import typer
 
 from vllm_h3_plugin.errors import H3Error
+
+if TYPE_CHECKING:
+    from vllm_h3_plugin.quantization.precision import Method
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,10 @@ def doctor(
     """Check host, plugin and the five contracts in this environment.
 
     Runs without a checkpoint: versions against launch/image.lock, the plugin's entry points as the host loads them,
-    ffmpeg, the kernels that FP8 needs on this device, those of a step (each compiled and held to its twin; one that
-    fails is replaced by the host's, which is no fault), and the five loading contracts (qkv_layout, loader_contract,
-    fc1_layout, fp8_quantizer, adaln_bf16) on a small real host model. Exit code 0 only if all hold.
+    ffmpeg, the kernels that FP8 (on Ascend INT8) needs on this device, on Ascend torch_npu's operators as they are
+    declared, those of a step (each compiled and held to its twin; one that fails is replaced by the host's, which is no
+    fault), and the five loading contracts (qkv_layout, loader_contract, fc1_layout, fp8_quantizer, adaln_bf16) on a
+    small real host model. Exit code 0 only if all hold.
 
     \b
     vllm-h3 doctor
@@ -106,8 +111,24 @@ def _kernels() -> str:
     from vllm_h3_plugin.quantization.contract import choose_backend_name
     from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
 
-    name, reason = choose_backend_name(None, system_facts(platform_device()))
+    device = platform_device()
+    name, reason = choose_backend_name(None, system_facts(device), _method(device.type))
     return f"{name}: {reason}"
+
+
+def _method(device_type: str) -> Method:
+    """What the default recipe of a kind of device quantizes by."""
+    return "int8" if device_type == "npu" else "fp8"
+
+
+def _operators() -> str:
+    from vllm_h3_plugin.host.standalone import platform_device
+    from vllm_h3_plugin.quantization.npu_operators import OPERATORS, check_operators, loaded_schema
+
+    device = platform_device()
+    if device.type != "npu":
+        return f"not applicable: {', '.join(OPERATORS)} are Ascend's and this device is {device.type}"
+    return check_operators(loaded_schema)
 
 
 def _step() -> str:
@@ -117,7 +138,7 @@ def _step() -> str:
     from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
 
     device = platform_device()
-    return choose_kernels(device, choose_backend(None, system_facts(device))[0]).describe()
+    return choose_kernels(device, choose_backend(None, system_facts(device), _method(device.type))[0]).describe()
 
 
 def _attention() -> str:
@@ -145,6 +166,7 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "plugin": _plugin,
     "platform": _platform,
     "kernels": _kernels,
+    "operators": _operators,
     "step": _step,
     "attention": _attention,
     "ffmpeg": _ffmpeg,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def serve(
     ctx: typer.Context,
     target: str = typer.Argument(
-        ..., metavar="PROFILE|CKPT", help="A launch profile (spark, h200, reference, my.toml) or a checkpoint folder."
+        ..., metavar="PROFILE|CKPT", help="A launch profile (spark, h200, ascend-4, my.toml) or a checkpoint folder."
     ),
     checkpoint: Path | None = typer.Option(
         None, "--checkpoint", "-c", help="Checkpoint folder, where TARGET is a profile: the FL2VA or Ref2VA folder."
@@ -50,7 +50,7 @@ def serve(
     from vllm_h3_plugin.serving.command import server_command
     from vllm_h3_plugin.serving.server import Server, check_port_free
 
-    profile = _profile(
+    name, profile = _profile(
         target,
         {
             "checkpoint": checkpoint,
@@ -62,7 +62,7 @@ def serve(
             "attention": attention,
         },
     )
-    partition = check_before_start(profile)
+    partition = check_before_start(profile, name)
     _take_api_key()
     check_port_free(profile.address, profile.port)
     console = stderr()
@@ -90,14 +90,17 @@ def serve(
         sys.exit(code if code >= 0 else 128 - code)
 
 
-def _profile(target: str, flags: dict[str, object]) -> Profile:
+def _profile(target: str, flags: dict[str, object]) -> tuple[str, Profile]:
+    """Name and profile, with the flags in it."""
     from vllm_h3_plugin import settings
     from vllm_h3_plugin.cli.console import stderr
+    from vllm_h3_plugin.pins import installed_host
     from vllm_h3_plugin.serving.profile import load_profile, profile_names
 
     values = settings.load()
+    name = target
     if target not in profile_names() and Path(target).is_dir():
-        name = "reference" if values.reference else "spark"
+        name = "reference" if values.reference else "ascend-1" if installed_host().name == "ascend" else "spark"
         stderr().print(f"profile: {name} (none was named)", markup=False)
         profile = load_profile(name).model_copy(update={"checkpoint": Path(target)})
     else:
@@ -107,11 +110,14 @@ def _profile(target: str, flags: dict[str, object]) -> Profile:
         chosen.setdefault("recipe", values.recipe)
     if values.reference:
         chosen["reference"] = True
-    return profile.with_flags(chosen)
+    return name, profile.with_flags(chosen)
 
 
-def check_before_start(profile: Profile) -> Path:
-    """Everything that can be known to be wrong before the server starts.
+def check_before_start(profile: Profile, name: str = "") -> Path:
+    """Everything that can be known to be wrong before the server starts; cards first, before any file is read.
+
+    Args:
+        name: the profile's, for messages.
 
     Returns:
         The partition folder to serve.
@@ -121,11 +127,15 @@ def check_before_start(profile: Profile) -> Path:
     """
     from vllm_h3_plugin.checkpoint.inventory import take_inventory
     from vllm_h3_plugin.checkpoint.layout import linear_layers
+    from vllm_h3_plugin.cli.console import stderr
     from vllm_h3_plugin.pins import installed_host
     from vllm_h3_plugin.quantization.plan import plan
     from vllm_h3_plugin.quantization.recipe import load_recipe
+    from vllm_h3_plugin.serving.cards import check_cards, check_method_of, check_room_on_cards
 
-    installed_host()
+    host = installed_host()
+    check_cards(profile, name, os.environ, host.name)
+    check_method_of(profile, name)
     if profile.checkpoint is None:
         raise UsageError(
             "no checkpoint was named",
@@ -138,6 +148,8 @@ def check_before_start(profile: Profile) -> Path:
     for partition in inventory.partitions:
         assert partition.dit is not None and partition.text is not None  # the inventory is clean
         plan(load_recipe(profile.recipe), linear_layers(partition.dit, partition.text))
+    for line in check_room_on_cards(profile, inventory):
+        stderr().print(line, markup=False)
     _check_settings(inventory)
     return checkpoint
 

@@ -29,22 +29,13 @@ from vllm_h3_plugin.checkpoint.loader import (
 )
 from vllm_h3_plugin.errors import LoadError
 from vllm_h3_plugin.host.adaln import ADALN
-from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod, is_filled, stored
+from vllm_h3_plugin.host.linear_method import RESIDENT_DTYPE, QuantizedLinearMethod, is_filled, stored
 from vllm_h3_plugin.host.quantizer import SCALE, Quantizer, Sink
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
-from vllm_h3_plugin.quantization.precision import Precision
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 AdalnSink = Callable[[str, torch.Tensor], None]
 """Gets (native name, tensor on the CPU) of each AdaLN tensor that is read for a table."""
-
-
-_RESIDENT_DTYPE = {
-    Precision.FP32: torch.float32,
-    Precision.BF16: torch.bfloat16,
-    Precision.FP8_CHANNEL: torch.float8_e4m3fn,
-    Precision.FP8_TENSOR: torch.float8_e4m3fn,
-}
 
 
 @dataclass(frozen=True)
@@ -106,10 +97,10 @@ class PartLoader:
                 if method is None:
                     result.append(Piece(target.param, target.shard, tuple(rows.shape), dtype))
                     continue
-                resident = _RESIDENT_DTYPE[method.precision]
+                resident = RESIDENT_DTYPE[method.precision]
                 result.append(Piece(target.param, target.shard, tuple(rows.shape), resident))
                 scale = target.param + SCALE
-                if method.precision is Precision.FP8_CHANNEL:
+                if method.precision.per_channel:
                     result.append(Piece(scale, target.shard, (rows.shape[0], 1), torch.float32))
                 elif scale not in tensor_scales:
                     tensor_scales.add(scale)
@@ -173,8 +164,8 @@ class PartLoader:
         for name, tensor in tensors_of(self.module).items():
             if tensor.is_meta:
                 raise LoadError(f"{self.part}.{name} was never materialized", why="its tensors did not come", path=name)
-        for param in self._methods:
-            if param in self._params and not is_filled(self._params[param], self._scales[param + SCALE]):
+        for param, method in self._methods.items():
+            if param in self._params and not is_filled(self._params[param], self._scales[param + SCALE], method.method):
                 raise LoadError(
                     f"{self.part}.{param.removesuffix('.weight')} is filled only in part",
                     why="its weight loader was called for every shard and left rows or scales as they were",
@@ -286,7 +277,7 @@ def check_precisions(module: torch.nn.Module, part: str, plan: PrecisionPlan) ->
             continue
         path = f"{part}.{name}"
         precision = plan[path].precision
-        wanted, found = _RESIDENT_DTYPE[precision], layer.weight.dtype
+        wanted, found = RESIDENT_DTYPE[precision], layer.weight.dtype
         scales = getattr(layer, "weight_scale", None)
         rows = max(layer.weight.shape) if scales is None else layer.output_size_per_partition
         want_scales = precision.scale_count(rows)

@@ -29,7 +29,8 @@ from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
-from vllm_h3_plugin.host.progress import Progress
+from vllm_h3_plugin.host.placed_parts import parts_on_cards
+from vllm_h3_plugin.host.progress import IDLE, Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import (
     default_schedule,
@@ -115,6 +116,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             ) as vaes,
             adaln_from_tables() if tables else nullcontext(),
             plugin_dit(),
+            parts_on_cards(values, device) as beside,
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
@@ -123,6 +125,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._watch = watch
         self._cancel = Cancellation(device)
         self._vaes = vaes
+        self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
         for name in self._dit_modules:
             dit = getattr(self, name)
@@ -144,14 +147,16 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
 
     def setup_compile(self) -> None:
         """Called by the host's runner once the weights are in, in the place of its own torch.compile."""
-        self._prepare_tables()
         self._step.make_ready(self)
+        # A phase that stays would be a request that never moves, to whoever watches.
+        self._progress.phase(IDLE)
 
     def _prepare_tables(self) -> None:
         """Make the tables of ``H3_PREPARE_STEPS`` ready; the default schedule's is in use afterwards."""
         for name, tables in self._tables.items() if self._settings.prepare_steps else ():
             for steps in (*self._settings.prepare_steps, None):
                 tables.activate(default_schedule(self, name, steps), self._progress.loading("building table"))
+        self._progress.phase(IDLE)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill all parts from the inventory's files; the host's own (memory-mapped, lazy) iterator is left untouched.
@@ -181,6 +186,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             module = getattr(self, part)
             if module is not None:
                 filled |= {f"{part}.{name}" for name, _ in module.named_parameters()}
+        # Here and not in setup_compile, which the host does not call where nothing is to be compiled.
+        self._prepare_tables()
         self._report(loaded)
         return filled
 
@@ -204,6 +211,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             "adaln": session.plan.recipe.adaln.value,
             "backend": session.backend.name if session.backend else None,
             "backend_reason": session.backend_reason,
+            "weight_format": getattr(session.backend, "weight_format", None),
+            "beside": {part: str(where) for part, where in self._beside.items()},
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
             "step": self._step.facts(),

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_h3_plugin.errors import RecipeError
 from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod
+from vllm_h3_plugin.host.npu_text import keep_quantized_text_mlp
 from vllm_h3_plugin.quantization.contract import QuantBackend
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
 from vllm_h3_plugin.quantization.precision import Precision
@@ -32,12 +33,16 @@ class H3QuantizationConfig(QuantizationConfig):
 
     The host asks :meth:`get_quant_method` while it builds a layer, before any memory is taken for its weight. The six
     FP32 layers and the vision tower are built with no quantization config at all and never ask.
+
+    Raises (from ``__init__``):
+        HostError: the text encoder is quantized and something has replaced its MLP by one that would bypass that.
     """
 
     def __init__(self, plan: PrecisionPlan, backend: QuantBackend | None) -> None:
         super().__init__()
         self.plan = plan
         self.backend = backend
+        keep_quantized_text_mlp(plan)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The linear method of one layer.

@@ -12,7 +12,6 @@ from vllm_h3_plugin.checkpoint.loader import Placement, Shard, call_weight_loade
 from vllm_h3_plugin.errors import LoadError
 from vllm_h3_plugin.host.linear_method import QuantizedLinearMethod, stored
 from vllm_h3_plugin.quantization.fp8 import weight_amax
-from vllm_h3_plugin.quantization.precision import Precision
 
 Sink = Callable[[str, Shard, torch.Tensor], None]
 """Gets (parameter, shard, piece) as each piece is made; the tensor may be reused when the call returns."""
@@ -47,7 +46,7 @@ class Quantizer:
         method = self._methods.get(target.param)
         if method is None:
             self._place(target, param, rows)
-        elif method.precision is Precision.FP8_CHANNEL:
+        elif method.precision.per_channel:
             q, scale = method.backend.quantize_weight(rows, method.precision, path=method.path)
             if scale.shape != (rows.shape[0], 1):
                 raise LoadError(

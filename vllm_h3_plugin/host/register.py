@@ -7,7 +7,7 @@ import logging
 
 from vllm.logger import init_logger
 
-from vllm_h3_plugin import __version__
+from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.settings import reference_requested
 
@@ -30,6 +30,8 @@ def register() -> None:
     _join_the_host_s_log()
     from vllm_omni.diffusion.registry import register_diffusion_model
 
+    from vllm_h3_plugin.host.stage_devices import show_cards
+
     for architecture in ARCHITECTURES:
         register_diffusion_model(
             model_arch=architecture,
@@ -37,6 +39,7 @@ def register() -> None:
             class_name=PIPELINE_CLASS,
             post_process_func_name="get_minimax_h3_post_process_func",
         )
+    show_cards(settings.load())
     logger.info("vllm-h3-plugin %s is active on host %s", __version__, host)
 
 

@@ -65,7 +65,8 @@ def make_session(recipe: Recipe, inventory: Inventory, device: torch.device) -> 
     if not precision_plan.quantized:
         return Session(inventory, linears, precision_plan, None, "the recipe quantizes nothing")
     facts = system_facts(device)
-    backend, reason = choose_backend(None, facts)
+    assert recipe.method is not None  # a recipe that quantizes has one
+    backend, reason = choose_backend(None, facts, recipe.method)
     logger.info("recipe %s on backend %s: %s", recipe.name, backend.name, reason)
     for spec in linears:
         precision = precision_plan[spec.path].precision

@@ -136,9 +136,9 @@ def predict_resident(
         if part == "adaln" and table is not None:
             streamed = max(streamed, linear_bytes(spec, Precision.BF16))
             continue
-        parts[part] += linear_bytes(_slice(spec, tp), precision)
+        parts[part] += linear_bytes(sharded(spec, tp), precision)
         if precision.quantized:
-            streamed = max(streamed, linear_bytes(_slice(spec, tp), Precision.BF16))
+            streamed = max(streamed, linear_bytes(sharded(spec, tp), Precision.BF16))
     if table is not None:
         parts["adaln"] = table.nbytes
     for weight in other_weights(shapes.dit, shapes.text):
@@ -160,7 +160,7 @@ def _part(spec: LinearSpec) -> str:
     return "dit" if spec.path.startswith("transformer.blocks.") else "refiner"
 
 
-def _slice(spec: LinearSpec, tp: int) -> LinearSpec:
+def sharded(spec: LinearSpec, tp: int) -> LinearSpec:
     """The layer as one rank holds it."""
     if spec.part == "vision":
         return spec

@@ -16,7 +16,7 @@ class QuantizedActivation:
     :meth:`reshape` (vllm_omni ``diffusion/lora/layers/base_linear.py``). Whoever makes one for such a layer keeps it.
 
     Attributes:
-        values: ``[M, K]`` E4M3, contiguous.
+        values: ``[M, K]`` E4M3 or INT8, contiguous.
         scale: ``[M, 1]`` FP32, one per token.
         original: ``[M, K]`` BF16 that was quantized, or None if nobody reads it.
     """

@@ -3,7 +3,7 @@
 
 A backend turns one linear layer's BF16 weight into its resident form and computes with it::
 
-    q, scale = backend.quantize_weight(weight, precision, path=path)   # [N, K] E4M3, [N, 1] or [1] FP32
+    q, scale = backend.quantize_weight(weight, precision, path=path)   # [N, K] E4M3 or INT8, [N, 1] or [1] FP32
     packed = backend.pack(q, scale)                                    # what stays in memory
     y = backend.apply(x, packed, bias)                                 # [..., K] -> [..., N]
     y = backend.matmul(quantized, packed, bias)                        # [M, K], quantized by a fused kernel
@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from vllm_h3_plugin.errors import BackendError
-from vllm_h3_plugin.quantization.precision import Precision
+from vllm_h3_plugin.quantization.precision import Method, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -71,19 +71,21 @@ class SystemFacts:
         device: torch device type.
         capability: as in :class:`LayerFacts`.
         cutlass: whether the host's CUTLASS FP8 operators are loaded and compiled for this device.
+        npu: whether torch_npu's INT8 operators are loaded.
     """
 
     device: str
     capability: int | None
     cutlass: Support
+    npu: Support = Support(False, "not an Ascend machine")
 
 
 class Packed(NamedTuple):
     """Resident form of one quantized weight. A plain tuple of tensors, so that a module can own both as parameters.
 
     Attributes:
-        weight: backend's own layout; both FP8 backends keep ``[K, N]`` E4M3 column-major, that is ``q.t()``.
-        scale: FP32, ``[N, 1]`` (per channel) or ``[1]`` (per tensor), contiguous.
+        weight: backend's own layout; ``cutlass_fp8`` and ``reference`` keep ``[K, N]`` column-major, that is ``q.t()``.
+        scale: FP32, contiguous; ``[N, 1]`` (per channel; ``npu_int8``: ``[N]``) or ``[1]`` (per tensor).
     """
 
     weight: torch.Tensor
@@ -109,8 +111,8 @@ class QuantBackend(ABC):
             weight: ``[N, K]`` BF16 (or FP16, FP32), any strides, on the device where it will stay.
             precision: a quantized precision.
             path: module path, for errors.
-            amax: absolute maxima over the whole unsharded weight, where this rank holds a shard of it; shaped as
-                :func:`vllm_h3_plugin.quantization.fp8.weight_amax` returns them. None: taken from ``weight``.
+            amax: absolute maxima over the whole unsharded weight, where this rank holds a shard of it; one for each
+                scale that is returned. None: taken from ``weight``.
 
         Returns:
             ``(q, scale)``: ``[N, K]`` in the backend's element type, contiguous, and FP32 ``[N, 1]`` or ``[1]``.
@@ -165,8 +167,11 @@ class QuantBackend(ABC):
 # Backend -> (module, class). Modules are imported when a backend is chosen: they need torch.
 _BACKENDS = {
     "cutlass_fp8": ("vllm_h3_plugin.quantization.cutlass_fp8", "CutlassFp8"),
+    "npu_int8": ("vllm_h3_plugin.quantization.npu_int8", "NpuInt8"),
     "reference": ("vllm_h3_plugin.quantization.reference", "Reference"),
 }
+_FAST = {"cuda": "cutlass_fp8", "npu": "npu_int8"}
+_METHOD: dict[str, Method] = {"cutlass_fp8": "fp8", "npu_int8": "int8"}
 
 
 def backend_names() -> tuple[str, ...]:
@@ -174,11 +179,15 @@ def backend_names() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def choose_backend_name(name: str | None, facts: SystemFacts) -> tuple[str, str]:
+def choose_backend_name(name: str | None, facts: SystemFacts, method: Method = "fp8") -> tuple[str, str]:
     """Which backend computes quantized layers on this machine, and why. Pure: depends on its arguments alone.
 
-    A named backend is taken or refused, never replaced. Without a name CUDA means ``cutlass_fp8`` and the CPU means
-    ``reference``; CUDA without the CUTLASS operators is an error too, because the reference would be silently slow.
+    A named backend is taken or refused, never replaced. Without a name CUDA means ``cutlass_fp8``, Ascend ``npu_int8``
+    and the CPU ``reference``; an accelerator without its operators is an error, because the reference would be
+    silently slow, and so is a recipe of a method that the accelerator has no backend for.
+
+    Args:
+        method: what the recipe quantizes by.
 
     Raises:
         BackendError: unknown name, or the backend cannot run here; the message says why.
@@ -190,32 +199,77 @@ def choose_backend_name(name: str | None, facts: SystemFacts) -> tuple[str, str]
     if name == "reference":
         return name, "named; plain torch runs on any device, slowly"
     if name is None and facts.device == "cpu":
-        return "reference", "the CPU has no FP8 GEMM; the reference computes the same arithmetic in plain torch"
-    if name is None and facts.device != "cuda":
+        gemm = method.upper()
+        return "reference", f"the CPU has no {gemm} GEMM; the reference computes the same arithmetic in plain torch"
+    chosen = name or _FAST.get(facts.device)
+    if chosen is None:
         raise BackendError(
             f"no quantization backend for device {facts.device!r}",
-            why=f"cutlass_fp8 needs CUDA and the reference is not meant for {facts.device}",
+            why=f"cutlass_fp8 needs CUDA, npu_int8 needs Ascend, and the reference is not meant for {facts.device}",
             fix="Use the bf16 recipe.",
             device=facts.device,
         )
-    if facts.device != "cuda":
-        refusal = f"it needs a CUDA device and this one is {facts.device!r}"
-    elif not facts.cutlass:
-        refusal = facts.cutlass.reason
+    device = next(kind for kind, backend in _FAST.items() if backend == chosen)
+    probed = facts.cutlass if device == "cuda" else facts.npu
+    label = {"cuda": "CUDA device", "npu": "Ascend device"}[device]
+    if facts.device == device:
+        check_method(method, device, facts.capability)
+        if probed:
+            return chosen, f"{'named' if name else label}; {probed.reason}"
+        refusal = probed.reason
     else:
-        return "cutlass_fp8", f"{'named' if name else 'CUDA device'}; {facts.cutlass.reason}"
+        article = "an" if label[0] in "AE" else "a"
+        refusal = f"it needs {article} {label} and this one is {facts.device!r}"
     raise BackendError(
-        "quantization backend 'cutlass_fp8' cannot run here",
+        f"quantization backend {chosen!r} cannot run here",
         why=refusal,
         fix="Use the bf16 recipe; `vllm-h3 doctor` shows what this device has.",
-        backend="cutlass_fp8",
+        backend=chosen,
         device=facts.device,
     )
 
 
-def choose_backend(name: str | None, facts: SystemFacts) -> tuple[QuantBackend, str]:
+def check_method(method: Method, device: str, capability: int | None) -> None:
+    """Refuse a recipe of a method that an accelerator has no backend for.
+
+    Args:
+        device: torch device type.
+        capability: as in :class:`LayerFacts`; None also where it is not known yet.
+
+    Raises:
+        BackendError: names the recipe that there is in its place.
+    """
+    fast = _FAST.get(device)
+    if fast is None or _METHOD[fast] == method:
+        return
+    if device == "npu":
+        raise BackendError(
+            "an fp8 recipe on an Ascend device",
+            why="there is no FP8 path for it here: npu_int8 multiplies INT8 weights with INT8 activations",
+            fix="Use recipe int8 (text encoder in BF16) or int8-text.",
+            method=method,
+            device=device,
+        )
+    if capability is None:
+        why = "INT8 is computed on Ascend only; GB10 (SM121) and other Blackwell chips have no INT8 path in vLLM at all"
+    elif capability >= 100:
+        # vllm/_C_stable_libtorch.abi3.so: "Int8 not supported on SM... Use FP8 quantization instead".
+        why = f"SM{capability} has no INT8 path: vLLM builds its INT8 GEMM for SM90 and older only"
+    else:
+        why = "INT8 is computed on Ascend only; on CUDA weights of the same size are FP8"
+    raise BackendError(
+        "an int8 recipe on a CUDA device",
+        why=why,
+        fix="Use recipe fp8 (or fp8-text-bf16, which keeps the text encoder in BF16 as int8 does).",
+        method=method,
+        device=device,
+    )
+
+
+def choose_backend(name: str | None, facts: SystemFacts, method: Method = "fp8") -> tuple[QuantBackend, str]:
     """:func:`choose_backend_name`, with the backend itself in place of its name."""
-    chosen, reason = choose_backend_name(name, facts)
+    chosen, reason = choose_backend_name(name, facts, method)
     module, attribute = _BACKENDS[chosen]
-    backend: QuantBackend = getattr(import_module(module), attribute)()
+    made = getattr(import_module(module), attribute)
+    backend: QuantBackend = made(method) if chosen == "reference" else made()
     return backend, reason

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_h3_plugin.errors import BackendError
-from vllm_h3_plugin.quantization import fp8
+from vllm_h3_plugin.quantization import fp8, npu_int8
 from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import LayerFacts, Packed, QuantBackend, Support, SystemFacts
 from vllm_h3_plugin.quantization.precision import Precision
@@ -60,6 +60,8 @@ def system_facts(device: torch.device) -> SystemFacts:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         capability = 10 * major + minor
+    elif device.type == "npu":
+        return SystemFacts(device.type, None, probe(None), npu_int8.probe())
     return SystemFacts(device.type, capability, probe(capability))
 
 
@@ -84,6 +86,8 @@ class CutlassFp8(QuantBackend):
         """FP8 layers on CUDA whose widths are multiples of 16, if the operators are there and built for the device."""
         if not layer.precision.quantized:
             return Support(False, f"{layer.path} is {layer.precision.value}, which is not quantized")
+        if layer.precision.method != "fp8":
+            return Support(False, f"{layer.path} is {layer.precision.value} and cutlass_fp8 computes FP8")
         if layer.device != "cuda":
             return Support(False, f"{layer.path} is on {layer.device!r} and CUTLASS needs a CUDA device")
         widths = {"in_features": layer.in_features, "out_features": layer.out_features}

@@ -34,7 +34,7 @@ class Weight:
     Attributes:
         label: module path of a linear layer or a group of them; for the rest, what it is.
         part: ``transformer``, ``text_encoder``, ``vision`` or ``vae``.
-        precision: of the weights; biases and FP8 scales are counted with them.
+        precision: of the weights; biases and scales are counted with them.
         rule: number of the deciding rule, from 1; None for what is no linear layer.
         count: number of linear layers, or of tensors for the rest.
         parameters: weights and biases.

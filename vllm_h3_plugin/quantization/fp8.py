@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import torch
 
-from vllm_h3_plugin.errors import BackendError, RecipeError
+from vllm_h3_plugin.errors import BackendError
+from vllm_h3_plugin.quantization.finite import check_finite
 from vllm_h3_plugin.quantization.precision import Precision
 
 E4M3 = torch.float8_e4m3fn
@@ -81,7 +82,7 @@ def quantize_weight(
         BackendError: the precision is not FP8.
     """
     own = weight_amax(weight, precision)
-    _check_finite(weight, own, path)
+    check_finite(weight, own, path)
     scale = weight_scale(own if amax is None else amax, precision)
     if precision is Precision.FP8_CHANNEL:
         return _quantize_rows(weight, scale), scale
@@ -121,17 +122,3 @@ def _quantize_rows(values: torch.Tensor, factor: torch.Tensor, *, multiply: bool
         scaled = values[part].to(torch.float32) * f if multiply else values[part] / f
         out[part] = scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return out
-
-
-def _check_finite(weight: torch.Tensor, amax: torch.Tensor, path: str) -> None:
-    if bool(torch.isfinite(amax).all()):
-        return
-    bad = (~torch.isfinite(weight)).any(dim=1).nonzero().flatten()
-    shown = ", ".join(str(int(row)) for row in bad[:5]) + (", …" if len(bad) > 5 else "")
-    raise RecipeError(
-        f"{path}: {len(bad)} of {weight.shape[0]} weight rows hold NaN or infinity (rows {shown})",
-        why="FP8 has no scale for them, and they would spread to every token",
-        fix="The checkpoint is damaged: compare its shards' checksums with the release, download bad ones again.",
-        path=path,
-        rows=len(bad),
-    )

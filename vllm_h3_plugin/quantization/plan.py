@@ -98,7 +98,7 @@ def plan(recipe: Recipe, linears: Iterable[LinearSpec]) -> PrecisionPlan:
 
 
 def required_precision(spec: LinearSpec) -> tuple[Precision, str] | None:
-    """The one precision that a layer can have, and why; None where a recipe may choose BF16 or FP8."""
+    """The one precision that a layer can have, and why; None where a recipe may choose BF16 or a quantized one."""
     if spec.path in _FP32_PATHS:
         return Precision.FP32, "it is one of the six FP32 layers, which the host builds in FP32"
     if spec.path.endswith(ADALN_SUFFIX):
@@ -116,7 +116,7 @@ def _check_precision(recipe: Recipe, number: int, spec: LinearSpec) -> None:
     if required is not None and rule.precision is required[0]:
         return
     if required is None:
-        why, fix = "the host builds this layer in BF16", "Give it bf16 or an FP8 precision."
+        why, fix = "the host builds this layer in BF16", "Give it bf16 or a quantized precision."
     else:
         why, fix = required[1], f"Give it {required[0].value}, by a rule before this one if need be."
     raise RecipeError(

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_h3_plugin.data import data_path
 from vllm_h3_plugin.errors import RecipeError
-from vllm_h3_plugin.quantization.precision import Precision
+from vllm_h3_plugin.quantization.precision import Method, Precision
 
-DEFAULT_RECIPES: dict[str | None, str] = {None: "bf16", "fp8": "fp8"}
+DEFAULT_RECIPES: dict[str | None, str] = {None: "bf16", "fp8": "fp8", "int8": "int8"}
 """Value of the host's ``--quantization`` flag -> recipe that it means on H3."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_*-]+")
@@ -92,7 +92,7 @@ class Recipe:
 
     name: str
     description: str
-    method: Literal["fp8"] | None
+    method: Method | None
     adaln: Adaln
     rules: tuple[Rule, ...]
     source: str
@@ -172,7 +172,7 @@ class _RecipeFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(min_length=1)
     description: str = Field(min_length=1)
-    method: Literal["fp8"] | None
+    method: Method | None
     adaln: Adaln
     rules: tuple[_RuleFile, ...] = Field(min_length=1)
     attention: AttentionPrecision = AttentionPrecision.EXACT
@@ -222,16 +222,28 @@ def _parse(text: str, source: str) -> Recipe:
         raise _schema_error(exc, source) from exc
     for number, rule in enumerate(file.rules, 1):
         _check_glob(rule.match, f"recipe {source}, rule {number}")
-    quantized = any(rule.precision.quantized for rule in file.rules)
-    if quantized != (file.method is not None):
-        seen = "has FP8 rules" if quantized else "has no FP8 rule"
-        raise RecipeError(
-            f"recipe {source}: method {json.dumps(file.method)}",
-            why=f"the recipe {seen}",
-            fix='Set "method" to "fp8" if any rule is fp8_channel or fp8_tensor, else to null.',
-        )
+    _check_method(file, source)
     rules = tuple(Rule(rule.match, rule.precision, rule.why) for rule in file.rules)
     return Recipe(file.name, file.description, file.method, file.adaln, rules, source, file.attention)
+
+
+def _check_method(file: _RecipeFile, source: str) -> None:
+    methods = sorted({rule.precision.method for rule in file.rules if rule.precision.method})
+    if len(methods) > 1:
+        raise RecipeError(
+            f"recipe {source} has both {' and '.join(word.upper() for word in methods)} rules",
+            why="one server computes its quantized layers by one method",
+            fix="Keep fp8_channel and fp8_tensor (CUDA) or int8 (Ascend).",
+        )
+    if methods == ([] if file.method is None else [file.method]):
+        return
+    if methods:
+        why = f"the recipe has {methods[0].upper()} rules"
+        fix = f'Set "method" to "{methods[0]}".'
+    else:
+        why = f"the recipe has no {str(file.method).upper()} rule"
+        fix = 'Set "method" to "fp8" if any rule is fp8_channel or fp8_tensor, to "int8" if any is int8, else to null.'
+    raise RecipeError(f"recipe {source}: method {json.dumps(file.method)}", why=why, fix=fix)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_h3_plugin.quantization.recipe import load_recipe
+from vllm_h3_plugin.serving.cards import placement_of
 from vllm_h3_plugin.serving.profile import Profile
 
 # Names of entry points, in all groups. Once VLLM_PLUGINS is set it is the whole allow-list, the host's own included;
@@ -73,6 +74,7 @@ def server_command(
 
     Raises:
         RecipeError: the profile's recipe cannot be read.
+        SettingsError: its role map is wrong or cannot be run.
     """
     recipe = load_recipe(profile.recipe)
     # `-m host.launch` is `vllm` with a check in front: it proves that the plugin loads, then hands over.
@@ -82,8 +84,12 @@ def server_command(
         argv += ["--quantization", recipe.method]
     if profile.task != "auto":
         argv += ["--task-type", profile.task]
-    if profile.devices > 1:
-        argv += ["--num-gpus", str(profile.devices)]
+    placed = placement_of(profile)
+    ranks = placed.ranks if placed else profile.devices
+    if ranks > 1:
+        argv += ["--num-gpus", str(ranks)]
+    if placed:
+        argv += placed.options()
     if profile.executor != "auto":
         argv += ["--distributed-executor-backend", profile.executor]
     if profile.attention:
@@ -103,6 +109,8 @@ def server_command(
         environment["H3_RUN_DIR"] = str(run_dir)
     if profile.reference:
         environment["H3_REFERENCE"] = "1"
+    if placed and placed.elsewhere:
+        environment["H3_PARTS_ON"] = ",".join(f"{part}={card}" for part, card in placed.elsewhere.items())
     url = f"http://{_reachable(profile.address)}:{profile.port}"
     return ServerCommand((*argv, *extra), environment, url, _api_key(extra, environ))
 

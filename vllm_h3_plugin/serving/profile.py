@@ -33,6 +33,14 @@ class Profile(BaseModel):
         default="auto", description="uni: API, engine and worker in one process; mp: one worker process a device."
     )
     devices: int = Field(default=1, ge=1, description="Number of accelerators (ranks).")
+    accelerator: Literal["cuda", "npu"] = Field(
+        default="cuda", description="What the devices are: cuda or npu (Ascend)."
+    )
+    roles: str | dict[str, tuple[int, ...]] | None = Field(
+        default=None,
+        description="Which cards each part is on: one, two, two-resident, four, or part -> cards under [roles].",
+    )
+    card_gib: float = Field(default=64.0, gt=0, description="GiB of memory of one card, where the profile has roles.")
     attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
     eager: bool = Field(default=False, description="The host's --enforce-eager: nothing is compiled or warmed.")
     ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")

@@ -200,6 +200,6 @@ def test_kill_9_while_a_table_is_built_leaves_nothing_that_is_taken_for_one(
     process.wait()
     began = time.monotonic()
     made = store().get(steps(0.5), lambda: table_of(steps(0.5), 4))
-    assert made.values.unique().tolist() == [4] and time.monotonic() - began < 5
+    assert made.values.unique().tolist() == [4] and time.monotonic() - began < 30
     files = [file.name for file in (tmp_path / "tables").iterdir() if file.suffix != ".lock"]
     assert files == [store().path(steps(0.5)).name]  # type: ignore[union-attr]

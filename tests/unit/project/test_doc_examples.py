@@ -155,7 +155,8 @@ def _fault(words: list[str]) -> str | None:
 
 
 def test_every_command_in_the_documents_exists_and_parses() -> None:
-    commands = list(shown_commands())
+    # Remedies in the index of errors have values in them that only a run knows.
+    commands = [found for found in shown_commands() if found[0] != "ERRORS.md" or "…" not in "".join(found[1])]
     assert len(commands) > 40
     assert {words[1] for _, words in commands if words[0] == "vllm-h3" and len(words) > 1} >= set(VERBS)
     faults = [f"{document}: {shlex.join(words)}: {_fault(words)}" for document, words in commands if _fault(words)]

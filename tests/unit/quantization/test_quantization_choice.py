@@ -23,7 +23,9 @@ GB10 = SystemFacts("cuda", 121, BUILT)
 A100 = SystemFacts("cuda", 80, Support(False, "vLLM's CUTLASS FP8 GEMM is not built for compute capability 8.0"))
 CUDA_WITHOUT_OPS = SystemFacts("cuda", 90, ABSENT)
 CPU = SystemFacts("cpu", None, ABSENT)
-NPU = SystemFacts("npu", None, ABSENT)
+NPU = SystemFacts("npu", None, ABSENT, Support(True, "INT8 GEMM of torch_npu"))
+NPU_WITHOUT_TORCH_NPU = SystemFacts("npu", None, ABSENT, Support(False, "torch_npu cannot be imported"))
+XPU = SystemFacts("xpu", None, ABSENT)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +54,9 @@ def test_choice(name, facts, chosen, reason):
         ("cutlass_fp8", CUDA_WITHOUT_OPS, "library is not loaded"),
         (None, A100, "not built for compute capability 8.0"),
         (None, CUDA_WITHOUT_OPS, "library is not loaded"),
-        (None, NPU, "no quantization backend for device 'npu'"),
+        (None, XPU, "no quantization backend for device 'xpu'"),
         ("cutlas_fp8", H200, "Did you mean cutlass_fp8?"),
-        ("zzz", H200, "Known: cutlass_fp8, reference"),
+        ("zzz", H200, "Known: cutlass_fp8, npu_int8, reference"),
     ],
 )
 def test_refusal_says_why_and_what_to_do(name, facts, reason):
@@ -63,10 +65,41 @@ def test_refusal_says_why_and_what_to_do(name, facts, reason):
     assert reason in str(caught.value) and caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("name", "facts", "chosen", "reason"),
+    [
+        (None, NPU, "npu_int8", "Ascend device; INT8 GEMM of torch_npu"),
+        ("npu_int8", NPU, "npu_int8", "named; INT8 GEMM"),
+        (None, CPU, "reference", "the CPU has no INT8 GEMM"),
+        ("reference", NPU, "reference", "named"),
+    ],
+)
+def test_choice_for_an_int8_recipe(name, facts, chosen, reason):
+    got, why = choose_backend_name(name, facts, "int8")
+    assert got == chosen and reason in why
+
+
+@pytest.mark.parametrize(
+    ("facts", "method", "what", "why", "fix"),
+    [
+        (GB10, "int8", "an int8 recipe on a CUDA device", "SM121 has no INT8 path", "recipe fp8"),
+        (H200, "int8", "an int8 recipe on a CUDA device", "INT8 is computed on Ascend only", "recipe fp8"),
+        (NPU, "fp8", "an fp8 recipe on an Ascend device", "no FP8 path", "recipe int8"),
+        (NPU_WITHOUT_TORCH_NPU, "int8", "'npu_int8' cannot run here", "torch_npu cannot be imported", "bf16"),
+    ],
+)
+def test_a_recipe_of_the_other_accelerator_is_refused_with_the_one_that_fits(facts, method, what, why, fix):
+    with pytest.raises(BackendError) as caught:
+        choose_backend_name(None, facts, method)
+    assert what in caught.value.what and why in caught.value.why and fix in caught.value.fix
+
+
 def test_the_backend_itself_comes_with_the_reason():
     for name in backend_names():
-        backend, reason = choose_backend(name, H200)
+        facts, method = (NPU, "int8") if name == "npu_int8" else (H200, "fp8")
+        backend, reason = choose_backend(name, facts, method)
         assert backend.name == name and reason
+    assert choose_backend(None, CPU, "int8")[0].method == "int8"
 
 
 def test_facts_of_a_cpu_are_collected_without_a_gpu():

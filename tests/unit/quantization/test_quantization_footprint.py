@@ -40,6 +40,7 @@ def weights_of(recipe: str, dit: DitConfig, text: TextEncoderConfig) -> list[Wei
         (Precision.BF16, False, 64 * 32 * 2),
         (Precision.FP8_CHANNEL, True, 64 * 32 + 64 * 4 + 64 * 2),
         (Precision.FP8_TENSOR, False, 64 * 32 + 4),
+        (Precision.INT8, True, 64 * 32 + 64 * 4 + 64 * 2),
     ],
 )
 def test_bytes_of_one_linear(precision, bias, nbytes):
@@ -67,6 +68,9 @@ def test_bf16_weighs_what_the_checkpoint_holds():
         ("fp8-tensor", ("transformer",), 55.1 - 25.26 - 10.24 - 0.97e9 / GIB + 24.29, 0.15),
         ("bf16-table", ("transformer",), 119.9 - 47.97 - 10.24 - 24.29, 0.06),
         ("fp8-text-bf16", ("text_encoder", "vision"), 47.97, 0.01),
+        ("int8", ("text_encoder", "vision"), 47.97, 0.01),
+        ("int8-text", ("text_encoder", "vision"), 25.26, 0.03),
+        ("int8", ("transformer",), 55.1 - 25.26 - 10.24 - 0.97e9 / GIB, 0.15),
     ],
 )
 def test_the_real_model_weighs_what_is_published(recipe, part, gib, tolerance):

@@ -33,6 +33,8 @@ def test_packaged_recipes_are_these_and_named_after_their_files():
         "fp8-attn-int8",
         "fp8-tensor",
         "fp8-text-bf16",
+        "int8",
+        "int8-text",
     )
     assert all(load_recipe(name).name == name for name in recipe_names())
 
@@ -211,6 +213,8 @@ def test_glob(match, path, expected):
     [
         (None, None, "bf16"),
         ("fp8", None, "fp8"),
+        ("int8", None, "int8"),
+        ("int8", "int8-text", "int8-text"),
         ("fp8", "fp8-tensor", "fp8-tensor"),
         ("fp8", "fp8-text-bf16", "fp8-text-bf16"),
         (None, "bf16", "bf16"),
@@ -228,10 +232,38 @@ def test_flag_against_recipe_names_both():
     assert "--quantization fp8" in message and "recipe bf16" in message and "no --quantization flag" in message
 
 
+def test_a_recipe_has_one_method(write, recipe_dict):
+    recipe_dict["rules"][6]["precision"] = "int8"
+    error = refusal(write(recipe_dict))
+    assert "has both FP8 and INT8 rules" in error.what and "fp8_channel" in error.fix and "int8" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("precision", "method", "fix"),
+    [("int8", "fp8", '"method" to "int8"'), ("fp8_channel", "int8", '"fp8"'), ("bf16", "int8", "to null")],
+)
+def test_a_method_that_the_rules_do_not_have_is_named_with_the_right_one(write, recipe_dict, precision, method, fix):
+    for rule in recipe_dict["rules"]:
+        if rule["precision"] == "fp8_channel":
+            rule["precision"] = precision
+    recipe_dict["method"] = method
+    error = refusal(write(recipe_dict))
+    assert f'method "{method}"' in error.what and fix in error.fix
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-text"])
+def test_int8_recipes_differ_from_their_fp8_twins_in_the_precision_alone(name):
+    twin = load_recipe({"int8": "fp8-text-bf16", "int8-text": "fp8"}[name])
+    recipe = load_recipe(name)
+    swapped = [(r.match, {"int8": "fp8_channel"}.get(r.precision.value, r.precision.value)) for r in recipe.rules]
+    assert swapped == [(rule.match, rule.precision.value) for rule in twin.rules]
+    assert (recipe.adaln, recipe.method, twin.method) == (twin.adaln, "int8", "fp8")
+
+
 def test_unsupported_flag_names_the_supported_ones():
     with pytest.raises(RecipeError) as caught:
-        resolve_recipe("int8", None)
-    assert "--quantization int8" in str(caught.value) and "Supported: fp8" in str(caught.value)
+        resolve_recipe("mxfp8", None)
+    assert "--quantization mxfp8" in str(caught.value) and "Supported: fp8, int8" in str(caught.value)
 
 
 def test_explicit_path_wins(write, recipe_dict):

@@ -19,7 +19,7 @@ from vllm_h3_plugin.conditioning.table import FINAL, AdalnTable, TableShape
 from vllm_h3_plugin.host import loading
 from vllm_h3_plugin.host.adaln import finish_loading
 from vllm_h3_plugin.host.adaln_modules import HostProjection, HostTimeEmbedder
-from vllm_h3_plugin.host.bench_reads import Cold, Range, joined, make_cold
+from vllm_h3_plugin.host.bench.reads import Cold, Range, joined, make_cold
 from vllm_h3_plugin.host.schedules import DEFAULT_STEPS
 
 

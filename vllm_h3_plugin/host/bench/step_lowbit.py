@@ -9,9 +9,9 @@ import torch
 
 from vllm_h3_plugin.attention.exact import pinned_sdpa
 from vllm_h3_plugin.host.attention import ChosenBackend, PrefixImpl, install
-from vllm_h3_plugin.host.bench_clock import in_turns, wall_ms
-from vllm_h3_plugin.host.bench_step_cells import LowBit
-from vllm_h3_plugin.host.bench_step_models import Model, Request, attention_as
+from vllm_h3_plugin.host.bench.clock import in_turns, wall_ms
+from vllm_h3_plugin.host.bench.step_cells import LowBit
+from vllm_h3_plugin.host.bench.step_models import Model, Request, attention_as
 from vllm_h3_plugin.memory.requests import RequestSize
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 

@@ -9,8 +9,8 @@ from datetime import date
 from typing import Any
 
 from vllm_h3_plugin.checkpoint.configs import DitConfig
-from vllm_h3_plugin.host.bench_report import Figure, hardware, versions
-from vllm_h3_plugin.host.bench_step_cells import (
+from vllm_h3_plugin.host.bench.report import Figure, hardware, versions
+from vllm_h3_plugin.host.bench.step_cells import (
     FLOOR,
     LONG_CLIP,
     PLUGIN,
@@ -22,7 +22,7 @@ from vllm_h3_plugin.host.bench_step_cells import (
     Found,
     clip_of,
 )
-from vllm_h3_plugin.host.bench_step_profile import GROUPS
+from vllm_h3_plugin.host.bench.step_profile import GROUPS
 
 WORDS = {
     STOCK_BF16: "stock, BF16",

@@ -17,8 +17,8 @@ from vllm_h3_plugin.checkpoint.configs import DitConfig, TextEncoderConfig
 from vllm_h3_plugin.checkpoint.linears import linear_layers
 from vllm_h3_plugin.checkpoint.synthetic import tiny_text
 from vllm_h3_plugin.errors import BackendError
-from vllm_h3_plugin.host.bench_clock import calls_for, device_ms, in_turns, reason_of
-from vllm_h3_plugin.host.bench_gemm_kernels import (
+from vllm_h3_plugin.host.bench.clock import calls_for, device_ms, in_turns, reason_of
+from vllm_h3_plugin.host.bench.gemm_kernels import (
     Operands,
     Prepared,
     Shape,

@@ -18,7 +18,7 @@ from vllm_h3_plugin.attention.exact import Run, valid_prefix
 from vllm_h3_plugin.attention.prefix_sdpa import prefix_sdpa
 from vllm_h3_plugin.checkpoint.configs import DitConfig
 from vllm_h3_plugin.errors import BackendError
-from vllm_h3_plugin.host.bench_clock import device_ms, in_turns, reason_of
+from vllm_h3_plugin.host.bench.clock import device_ms, in_turns, reason_of
 from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.contract import Packed, QuantBackend
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vllm_h3_plugin.errors import ToolMissingError
-from vllm_h3_plugin.host.bench_clock import reason_of
-from vllm_h3_plugin.host.bench_step_cells import PLUGIN, STOCK_FP8, Found, clip_of
-from vllm_h3_plugin.host.bench_step_profile import by_group
+from vllm_h3_plugin.host.bench.clock import reason_of
+from vllm_h3_plugin.host.bench.step_cells import PLUGIN, STOCK_FP8, Found, clip_of
+from vllm_h3_plugin.host.bench.step_profile import by_group
 from vllm_h3_plugin.memory.requests import RequestSize
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     from vllm_h3_plugin.checkpoint.configs import DitConfig
-    from vllm_h3_plugin.host.bench_step_models import RandomWeights, Request, build_plugin, build_stock
+    from vllm_h3_plugin.host.bench.step_models import RandomWeights, Request, build_plugin, build_stock
     from vllm_h3_plugin.host.register import register
     from vllm_h3_plugin.host.standalone import single_rank
 

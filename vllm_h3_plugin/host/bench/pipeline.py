@@ -19,7 +19,7 @@ from vllm_omni.diffusion.distributed import parallel_state
 
 from vllm_h3_plugin.checkpoint.inventory import Inventory
 from vllm_h3_plugin.host.adaln import finish_loading
-from vllm_h3_plugin.host.bench_reads import Cold, make_cold, share_of
+from vllm_h3_plugin.host.bench.reads import Cold, make_cold, share_of
 from vllm_h3_plugin.host.measured import measured_memory
 from vllm_h3_plugin.host.pipeline import MiniMaxH3Pipeline
 from vllm_h3_plugin.host.weights import Loaded

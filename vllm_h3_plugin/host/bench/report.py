@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vllm_h3_plugin.host.bench_load import (
+from vllm_h3_plugin.host.bench.load import (
     ADALN_RAW,
     LOAD,
     LOAD_AND_WRITE,
@@ -29,9 +29,9 @@ from vllm_h3_plugin.host.bench_load import (
     TABLE,
     Measured,
 )
-from vllm_h3_plugin.host.bench_pipeline import LoadRun
-from vllm_h3_plugin.host.bench_reads import Cold, RawRead
-from vllm_h3_plugin.host.bench_table import TableRun
+from vllm_h3_plugin.host.bench.pipeline import LoadRun
+from vllm_h3_plugin.host.bench.reads import Cold, RawRead
+from vllm_h3_plugin.host.bench.table import TableRun
 
 GIB = 2**30
 _PACKAGES = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")

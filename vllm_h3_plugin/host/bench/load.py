@@ -23,11 +23,12 @@ from vllm_h3_plugin.checkpoint.layout import linear_layers
 from vllm_h3_plugin.checkpoint.reader import ReadOptions
 from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, planned_bytes
 from vllm_h3_plugin.errors import H3Error
-from vllm_h3_plugin.host import bench_pipeline, bench_table
-from vllm_h3_plugin.host.bench_checkpoint import require_room
-from vllm_h3_plugin.host.bench_pipeline import BenchedPipeline, LoadRun
-from vllm_h3_plugin.host.bench_reads import RawRead, read_raw, whole
-from vllm_h3_plugin.host.bench_table import TableRun
+from vllm_h3_plugin.host.bench import pipeline as bench_pipeline
+from vllm_h3_plugin.host.bench import table as bench_table
+from vllm_h3_plugin.host.bench.checkpoint import require_room
+from vllm_h3_plugin.host.bench.pipeline import BenchedPipeline, LoadRun
+from vllm_h3_plugin.host.bench.reads import RawRead, read_raw, whole
+from vllm_h3_plugin.host.bench.table import TableRun
 from vllm_h3_plugin.host.session import model_configs
 from vllm_h3_plugin.memory.weights import ModelShapes, Resident, predict_resident
 from vllm_h3_plugin.quantization.plan import plan

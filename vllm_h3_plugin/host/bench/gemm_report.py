@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from datetime import date
 from typing import Any
 
-from vllm_h3_plugin.host.bench_gemm import BLOCK_LAYERS, Cell, Found
-from vllm_h3_plugin.host.bench_gemm_kernels import BF16, CUTLASS_CHANNEL, SAMPLE_ROWS, SCALED_MM, dtype_of
-from vllm_h3_plugin.host.bench_report import hardware, versions
+from vllm_h3_plugin.host.bench.gemm import BLOCK_LAYERS, Cell, Found
+from vllm_h3_plugin.host.bench.gemm_kernels import BF16, CUTLASS_CHANNEL, SAMPLE_ROWS, SCALED_MM, dtype_of
+from vllm_h3_plugin.host.bench.report import hardware, versions
 
 POOR_SHARE = 0.5
 """Below this share of the roofline a row says what is wrong."""

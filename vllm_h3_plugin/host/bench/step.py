@@ -16,9 +16,10 @@ from functools import partial
 import torch
 
 from vllm_h3_plugin.errors import H3Error
-from vllm_h3_plugin.host import bench_floor, bench_step_lowbit
-from vllm_h3_plugin.host.bench_clock import in_turns, reason_of, settled_ms, wall_ms
-from vllm_h3_plugin.host.bench_step_cells import (
+from vllm_h3_plugin.host.bench import floor as bench_floor
+from vllm_h3_plugin.host.bench import step_lowbit as bench_step_lowbit
+from vllm_h3_plugin.host.bench.clock import in_turns, reason_of, settled_ms, wall_ms
+from vllm_h3_plugin.host.bench.step_cells import (
     FLOOR,
     LONG_CLIP,
     LOW_BIT,
@@ -31,7 +32,7 @@ from vllm_h3_plugin.host.bench_step_cells import (
     Options,
     clip_of,
 )
-from vllm_h3_plugin.host.bench_step_models import (
+from vllm_h3_plugin.host.bench.step_models import (
     Model,
     RandomWeights,
     Request,
@@ -40,7 +41,7 @@ from vllm_h3_plugin.host.bench_step_models import (
     build_stock,
     put_masked_sdpa,
 )
-from vllm_h3_plugin.host.bench_step_profile import busy_ms
+from vllm_h3_plugin.host.bench.step_profile import busy_ms
 from vllm_h3_plugin.memory.requests import RequestSize
 
 _PREPARED = (FLOOR, PLUGIN, STOCK_FP8, STOCK_BF16, STOCK_SDPA, LOW_BIT)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile's cards: how its role map is run, whether as many are visible and compute its recipe, what fits on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from vllm_h3_plugin.errors import SettingsError
+from vllm_h3_plugin.placement.hosting import Hosting, hosting
+from vllm_h3_plugin.placement.roles import role_map
+from vllm_h3_plugin.placement.visible import check_count, visible_cards
+from vllm_h3_plugin.serving.profile import Profile
+
+if TYPE_CHECKING:
+    from vllm_h3_plugin.checkpoint.inventory import Inventory
+
+
+def placement_of(profile: Profile) -> Hosting | None:
+    """How the profile's role map is run; None if it has none.
+
+    Raises:
+        SettingsError: the map is wrong, or neither host nor plugin can run it.
+    """
+    return None if profile.roles is None else hosting(role_map(profile.roles, profile.devices))
+
+
+def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: str) -> None:
+    """Hold a profile's cards against those that are visible. Reads no file.
+
+    One CUDA device without roles may be one of several: the host takes the first. Everywhere else configured and
+    visible must be equal. On the reference platform ranks share the CPU and nothing is counted.
+
+    Args:
+        name: the profile's, for messages.
+        host: name of the installed host in ``launch/image.lock``.
+
+    Raises:
+        SettingsError: a wrong map, or another number of cards than are visible; names both and the variable.
+    """
+    placed = placement_of(profile)
+    if placed and placed.elsewhere and host != "ascend":
+        parts = " and ".join(placed.elsewhere)
+        raise SettingsError(
+            f"profile {name}: {parts} beside the DiT's card",
+            why="only in the ascend host can the plugin show a process more cards than it has ranks",
+            fix="Put every part on the DiT's cards, or use the ascend host.",
+        )
+    if profile.reference:
+        return
+    visible = visible_cards(profile.accelerator, environ)
+    one_of_several = profile.accelerator == "cuda" and profile.devices == 1 and placed is None
+    if one_of_several and visible.present == 0 and "CUDA_VISIBLE_DEVICES" not in environ:
+        return  # Devices without nodes, as under WSL: the host counts them itself.
+    check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
+
+
+def check_method_of(profile: Profile, name: str) -> None:
+    """Refuse an INT8 recipe on CUDA and an FP8 recipe on Ascend before a server imports anything.
+
+    Raises:
+        BackendError: with the recipe that there is in its place.
+        RecipeError: the profile's recipe cannot be read.
+    """
+    from vllm_h3_plugin.quantization.contract import check_method
+    from vllm_h3_plugin.quantization.recipe import load_recipe
+
+    method = load_recipe(profile.recipe).method
+    if method is not None and not profile.reference:
+        # Profiles of a family are for one chip.
+        capability = {"spark": 121, "h200": 90}.get(name.partition("-")[0])
+        check_method(method, profile.accelerator, capability)
+
+
+def check_room_on_cards(profile: Profile, inventory: Inventory) -> list[str]:
+    """Hold the role map against the model: heads, and bytes on each card.
+
+    Returns:
+        Sentences for people: how the host departs from the map, and what lies on each card. None without a map.
+
+    Raises:
+        SettingsError: heads that do not divide.
+        RecipeError: a card would hold more than it has; with the numbers and the recipe that would fit.
+    """
+    if profile.roles is None:
+        return []
+    from vllm_h3_plugin.memory.weights import shapes_of
+    from vllm_h3_plugin.placement.fit import check_fit
+    from vllm_h3_plugin.quantization.recipe import load_recipe
+
+    roles, shapes = role_map(profile.roles, profile.devices), shapes_of(inventory)
+    roles.check_shapes(shapes.dit, shapes.text)
+    placed = hosting(roles)
+    found = check_fit(placed, roles.cards, shapes, load_recipe(profile.recipe), profile.card_gib)
+    return [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]
