@@ -90,6 +90,7 @@ class Accepted:
         extra: what else goes to the host's model by name.
         references: facts of each reference, in the order of the request.
         seed_chosen: the server chose the seed.
+        return_stage_metrics: the job is to carry the host's stage metrics.
         snaps: what differs from what was asked.
     """
 
@@ -113,6 +114,7 @@ class Accepted:
     extra: Mapping[str, Any] = field(default_factory=dict)
     references: tuple[ReferenceFacts, ...] = ()
     seed_chosen: bool = False
+    return_stage_metrics: bool = False
     snaps: tuple[Snap, ...] = ()
 
     @property

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a client may send: every field, its type and its range. The OpenAPI description is made from this model.
 
-Ranges that depend on the server are in :class:`~vllm_h3_plugin.serving.rules.limits.Limits`; what depends on several
-fields is in :mod:`.check`. Names are the host's (vLLM-Omni 0.30.0 entrypoints/openai/protocol/videos.py) and OpenAI's.
+Ranges that depend on the server are in :class:`~vllm_h3_plugin.serving.rules.limits.Limits`, and are held by
+:mod:`.check` with what depends on several fields. Names are OpenAI's and the host's (vLLM-Omni 0.30.0
+entrypoints/openai/protocol/videos.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from vllm_h3_plugin.memory.table import DEFAULT_STEPS
 from vllm_h3_plugin.serving.rules.accepted import Kind, Task
 
 MAX_STEPS = 200
-MAX_OUTPUTS = 10
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 CHOSEN_SEED_BITS = 53
 """Of a seed that the server chooses: the most that every JSON reader returns unchanged (IEEE 754 doubles)."""
@@ -37,10 +37,15 @@ def _lower(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
 
+# Ranges stand before the validator: after it they would be missing in the JSON schema.
 Whole = Annotated[int, BeforeValidator(_no_truth)]
-Number = Annotated[float, BeforeValidator(_no_truth), Field(allow_inf_nan=False)]
-Shift = Annotated[Number, Field(gt=0, le=100)]
-Side = Annotated[Whole, Field(ge=1, le=65536)]
+Seed = Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX), BeforeValidator(_no_truth)]
+Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_no_truth)]
+Shift = Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False), BeforeValidator(_no_truth)]
+Scale = Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False), BeforeValidator(_no_truth)]
+Start = Annotated[float, Field(ge=0, le=15, allow_inf_nan=False), BeforeValidator(_no_truth)]
+
+SIZE_PATTERN = r"^[1-9]\d{0,5}x[1-9]\d{0,5}$"
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,11 @@ class LoraAsk(BaseModel):
 
     name: str = Field(min_length=1, description="A name for it.")
     path: str = Field(min_length=1, description="Folder or file on the server.")
-    scale: Number | None = Field(default=None, ge=-10, le=10, description="Strength; 1 if left out.")
+    scale: Scale | None = Field(default=None, description="Strength; 1 if left out.")
 
 
-class VideoAsk(BaseModel):
-    """One request for clips, in the API's terms."""
+class VideoFields(BaseModel):
+    """Every field that has a type of its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -86,11 +91,11 @@ class VideoAsk(BaseModel):
     )
     size: Annotated[str, BeforeValidator(_lower)] | None = Field(
         default=None,
-        pattern=r"^[1-9]\d{0,5}x[1-9]\d{0,5}$",
+        json_schema_extra={"pattern": SIZE_PATTERN, "examples": ["1344x768"]},
         description="`WIDTHxHEIGHT` in pixels; each side is floored to a multiple of 32.",
     )
-    width: Side | None = Field(default=None, description="Pixels; with `height`, in place of `size`.")
-    height: Side | None = Field(default=None, description="Pixels; with `width`, in place of `size`.")
+    width: Whole | None = Field(default=None, description="Pixels; with `height`, in place of `size`.")
+    height: Whole | None = Field(default=None, description="Pixels; with `width`, in place of `size`.")
     aspect_ratio: Annotated[str, BeforeValidator(_lower)] | None = Field(
         default=None,
         description="`21:9`, `16:9`, `4:3`, `1:1`, `3:4`, `9:16` or `auto`. Left out, it follows from `size`, else "
@@ -98,38 +103,41 @@ class VideoAsk(BaseModel):
     )
     short_edge: Whole | None = Field(default=None, description="768, the only one that H3 has.")
     seconds: Number | None = Field(
-        default=None, gt=0, description="Length in seconds; made longer, up to the next 17n+5 frames."
+        default=None, description="Length in seconds; made longer, up to the next 17n+5 frames."
     )
     num_frames: Whole | None = Field(
-        default=None, ge=1, description="Length in frames at 24 a second; snapped up to the next 17n+5."
+        default=None, description="Length in frames at 24 a second; snapped up to the next 17n+5."
     )
     fps: Number | None = Field(default=None, description="24, the only rate that H3 has.")
-    num_inference_steps: Whole | None = Field(
-        default=None, ge=1, le=MAX_STEPS, description=f"Denoise steps; {DEFAULT_STEPS} if left out."
-    )
+    num_inference_steps: Whole | None = Field(default=None, description=f"Denoise steps; {DEFAULT_STEPS} if left out.")
     flow_shift: Shift | None = Field(default=None, description="Schedule shift of the picture.")
     audio_flow_shift: Shift | None = Field(default=None, description="Schedule shift of the sound.")
-    seed: Whole | None = Field(
-        default=None, ge=SEED_MIN, le=SEED_MAX, description="Left out, the server chooses one and returns it."
-    )
-    n: Whole = Field(default=1, ge=1, le=MAX_OUTPUTS, description="Clips; all are delivered, made with seed, seed+1, …")
+    seed: Seed | None = Field(default=None, description="Left out, the server chooses one and returns it.")
+    n: Whole = Field(default=1, description="Clips; all are delivered, made with seed, seed+1, …")
     quality: Literal["lossless", "high"] | None = Field(
         default=None, description="`high` may skip work between steps, where the host can."
     )
     frame_indices: tuple[Literal[0, -1], ...] | None = Field(
         default=None, description="Where each picture of `fl2va` stands: 0 first frame, -1 last frame."
     )
-    start_time_seconds: Number | None = Field(
-        default=None, ge=0, description="Where a single reference film is taken from."
-    )
+    start_time_seconds: Start | None = Field(default=None, description="Where a single reference film is taken from.")
     lora: LoraAsk | None = Field(default=None, description="An adapter for this request alone.")
     user: str | None = Field(default=None, description="Kept beside the job.")
     strict: bool = Field(default=False, description="Refuse what would be snapped or has no effect.")
     return_stage_metrics: bool = Field(default=False, description="The host's stage metrics in the job.")
-    unused: tuple[tuple[str, Any], ...] = Field(
-        default=(), exclude=True, description="Fields that the host has and H3 makes nothing of."
-    )
-    extra_params: dict[str, Any] = Field(
-        default_factory=dict, description="For the host's model by name; names that have a field above count as it."
-    )
-    references: tuple[Reference, ...] = Field(default=(), exclude=True, description="In the order of the request.")
+
+
+class VideoAsk(VideoFields):
+    """One request for clips, as it was understood.
+
+    Attributes:
+        extra_params: for the host's model by name; what has a field stands there.
+        references: in the order of the request.
+        unused: fields that the host has and H3 makes nothing of: name as written, value.
+        written: field -> the name that the client used for it, where that is another.
+    """
+
+    extra_params: dict[str, Any] = Field(default_factory=dict)
+    references: tuple[Reference, ...] = ()
+    unused: tuple[tuple[str, Any], ...] = ()
+    written: dict[str, str] = Field(default_factory=dict)

@@ -52,11 +52,13 @@ class Fault:
 
 def shown(value: Any) -> Any:
     """A value as an answer may repeat it: JSON, and not at any length."""
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else str(value)
+    if isinstance(value, int | float) and abs(value) < 1 << 64:  # neither NaN nor infinite
+        return value
     text = value if isinstance(value, str) else str(value)
+    # A lone surrogate, which JSON can carry, is no Unicode text: an answer with it could not be sent.
+    text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 

@@ -5,10 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_h3_plugin.memory.requests import LONGEST_S, SHORTEST_S
 from vllm_h3_plugin.memory.table import DEFAULT_STEPS
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
+
+MAX_PIXELS = 1920 * 1088
+"""Default of the largest area: 1080p. The host has none for an explicit size; H3 itself was made for 1344x768."""
+
+EXTRA = frozenset(
+    {
+        "audio_mode",
+        "force_refresh_step_hint",
+        "force_refresh_step_policy",
+        "pad_seq_len",
+        "preencode_batch_frames",
+        "preencode_mp4",
+    }
+)
+"""What vLLM-Omni 0.30.0's H3 reads from ``extra_args`` beside what has a field (minimax_h3/pipeline_minimax_h3.py)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,9 @@ class Limits:
         shortest_s, longest_s: seconds.
         max_pixels: largest area, width times height.
         steps: denoise steps of a request that names none.
+        steps_fixed: the checkpoint is distilled to that number, and makes no other.
+        lora_dir: folder in which a request's adapter must lie; None: anywhere on the server.
+        extra: names of ``extra_params`` that the host's model takes beside those that have a field.
         misfit: the memory budget: says why a request can never run here; None if it can.
     """
 
@@ -45,6 +64,9 @@ class Limits:
     outputs: int = 1
     shortest_s: float = SHORTEST_S
     longest_s: float = LONGEST_S
-    max_pixels: int = 1920 * 1088
+    max_pixels: int = MAX_PIXELS
     steps: int = DEFAULT_STEPS
+    steps_fixed: bool = False
+    lora_dir: Path | None = None
+    extra: frozenset[str] = EXTRA
     misfit: Callable[[Accepted], Misfit | None] | None = None
