@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_h3_plugin.serving.references.load import ReferencePolicy, load
 from vllm_h3_plugin.serving.references.media import Media
 from vllm_h3_plugin.serving.rules.accepted import Accepted
 from vllm_h3_plugin.serving.rules.check import check
@@ -23,13 +24,22 @@ class Admitted:
     media: Media
 
 
-def accept(fields: Iterable[tuple[str, Any]], limits: Limits) -> Admitted | list[Fault]:
+def accept(
+    fields: Iterable[tuple[str, Any]], limits: Limits, policy: ReferencePolicy | None = None
+) -> Admitted | list[Fault]:
     """Read, load and check. It decodes pictures and may fetch URLs: call it in a thread.
 
     Args:
         fields: as for :func:`vllm_h3_plugin.serving.rules.read.read`.
         limits: this server's.
+        policy: how references are taken; None: the default, which fetches no URL.
     """
     ask, faults = read(fields)
-    verdict = check(ask, limits, found=faults)
-    return Admitted(verdict, Media()) if isinstance(verdict, Accepted) else verdict
+    media, unfit = load(ask.references, policy or ReferencePolicy())
+    verdict: Accepted | list[Fault] = []
+    try:
+        verdict = check(ask, limits, media.facts, [*faults, *unfit])
+    finally:
+        if not isinstance(verdict, Accepted):
+            media.close()
+    return Admitted(verdict, media) if isinstance(verdict, Accepted) else verdict
