@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_h3_plugin.errors import ClipError
 from vllm_h3_plugin.serving.references.limits import ReferenceLimits
 from vllm_h3_plugin.serving.references.sniff import FILMS, SOUNDS
 from vllm_h3_plugin.serving.references.unfit import Unfit
 from vllm_h3_plugin.serving.rules.accepted import ReferenceFacts
+from vllm_h3_plugin.video.sniff import read_layout
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -29,6 +31,8 @@ _FILM_SOUND_CODECS = frozenset({"aac", "mp3", "mp3float"})
 _SOUND_CODECS = frozenset({"mp3", "mp3float", "aac"})
 _MISSING = 0.02
 """Share of a recording that may be missing at its end before it counts as truncated; containers round."""
+_PADDING = 8
+"""Bytes that a WAV file's length may be wrong by: writers disagree on padding."""
 
 
 def probe_film(path: Path, format_: str, field: str, limits: ReferenceLimits) -> ReferenceFacts:
@@ -39,6 +43,7 @@ def probe_film(path: Path, format_: str, field: str, limits: ReferenceLimits) ->
     Raises:
         Unfit: not what H3 takes, out of range, truncated or broken.
     """
+    _check_boxes(path)
     with _opened(path, format_) as container:
         _check_streams(container, limits)
         pictures = [stream for stream in container.streams.video if not _is_cover(stream)]
@@ -47,12 +52,12 @@ def probe_film(path: Path, format_: str, field: str, limits: ReferenceLimits) ->
         if len(pictures) > 1:
             raise Unfit(f"it has {len(pictures)} moving pictures", "one")
         film = pictures[0]
-        codec = film.codec_context.name
+        codec = _codec(film)
         if codec not in _FILM_CODECS:
             raise Unfit(f"its pictures are coded as {codec}", FILMS)
         for sound in container.streams.audio:
-            if sound.codec_context.name not in _FILM_SOUND_CODECS:
-                raise Unfit(f"its sound is coded as {sound.codec_context.name}", "AAC or MP3 sound, or none")
+            if _codec(sound) not in _FILM_SOUND_CODECS:
+                raise Unfit(f"its sound is coded as {_codec(sound)}", "AAC or MP3 sound, or none")
         _check_film_size(film.codec_context.width, film.codec_context.height, limits)
         rate = float(film.base_rate or film.average_rate or 0)
         if not limits.slowest_fps - 1e-3 <= rate <= limits.fastest_fps + 1e-3:
@@ -72,12 +77,14 @@ def probe_sound(path: Path, format_: str, field: str, limits: ReferenceLimits) -
     Raises:
         Unfit: not what H3 takes, out of range, truncated or broken.
     """
+    if format_ == "wav":
+        _check_riff(path)
     with _opened(path, format_) as container:
         _check_streams(container, limits)
         if not container.streams.audio:
             raise Unfit("it has no sound", SOUNDS)
         sound = container.streams.audio[0]
-        codec = sound.codec_context.name
+        codec = _codec(sound)
         if codec not in _SOUND_CODECS and not codec.startswith("pcm_"):
             raise Unfit(f"it is coded as {codec}", SOUNDS)
         if not 1 <= sound.codec_context.channels <= limits.channels:
@@ -107,6 +114,32 @@ def _opened(path: Path, format_: str) -> Iterator[InputContainer]:
         # FFmpeg's own words name errors by number; the path in them is this server's.
         reason = str(getattr(exc, "strerror", None) or exc).splitlines()[0][:120]
         raise Unfit(f"it is truncated or broken: {reason}") from exc
+
+
+def _codec(stream: Stream) -> str:
+    """The codec's name; a stream of a codec that FFmpeg does not know has no context."""
+    context = stream.codec_context
+    return str(context.name) if context is not None else "something unknown"
+
+
+def _check_boxes(path: Path) -> None:
+    """FFmpeg takes a film whose last box is cut for a whole one."""
+    try:
+        read_layout(path)
+    except ClipError as exc:
+        raise Unfit(f"it is truncated or broken: {exc.why or 'its boxes are not those of MP4'}") from exc
+
+
+def _check_riff(path: Path) -> None:
+    """FFmpeg takes what is there of a WAV file for all of it; its first length says more."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    promised = int.from_bytes(head[4:8], "little") + 8
+    # Files that were written as a stream, and those above 4 GiB, say nothing there.
+    if head[:4] == b"RIFF" and head[4:8] not in (b"\0\0\0\0", b"\xff\xff\xff\xff"):
+        there = path.stat().st_size
+        if there + _PADDING < promised:
+            raise Unfit(f"it is truncated: {there} of {promised} bytes are there")
 
 
 def _is_cover(stream: Stream) -> bool:
