@@ -66,8 +66,9 @@ class AllowedHost:
         name, colon, port = rest.rpartition(":") if rest.count(":") == 1 else (rest, "", "")
         if colon and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
             raise ValueError(f"{entry!r}: {port!r} is no port")
-        name = canonical_host(name or rest)
-        labels = name.removeprefix("*.") if name != ANY_HOST else "any"
+        asked, name = name, canonical_host(name)
+        # `*.` is a slip of the pen, and no wish to fetch from everywhere.
+        labels = "any" if asked == ANY_HOST else name.removeprefix("*.")
         if not labels or any(not part or not set(part) <= _LABEL for part in labels.split(".")):
             raise ValueError(f"{entry!r}: it is no host name; give for example cdn.example.com, without a path")
         return cls(name, scheme, int(port) if colon else _PORTS[scheme])

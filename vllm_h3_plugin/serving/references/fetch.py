@@ -104,7 +104,10 @@ class Fetcher:
         except (OSError, http.client.HTTPException, ValueError) as exc:
             if late.is_set() or isinstance(exc, TimeoutError) or time.monotonic() >= deadline:
                 raise Unfit(f"{target.host} did not send it within {self.seconds:g} s") from exc
-            raise Unfit(f"it could not be fetched from {target.host}") from exc
+            cut = isinstance(exc, http.client.IncompleteRead)
+            raise Unfit(
+                f"{target.host} did not send all of it" if cut else f"it could not be fetched from {target.host}"
+            ) from exc
 
     def _connected(self, target: Target, addresses: Sequence[str], deadline: float) -> socket.socket:
         """A socket to the first address that answers."""
@@ -162,5 +165,5 @@ def _body(answer: http.client.HTTPResponse, file: BinaryIO, most_bytes: int, tar
             raise too_large
         file.write(chunk)
     if promised is not None and written < promised:
-        raise Unfit(f"{target.host} sent {written} of {promised} bytes")
+        raise http.client.IncompleteRead(b"", promised - written)
     return written

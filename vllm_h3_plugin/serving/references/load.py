@@ -149,8 +149,8 @@ def _data(url: str, most: int) -> bytes:
     head = _DATA.match(url)
     if head is None:
         raise Unfit("it is no valid data: URI", "data:image/png;base64,… for example")
-    # Base64 and percent-encoding never make text shorter than three quarters of it.
-    if (len(url) - head.end()) * 3 // 4 > most and (len(url) - head.end()) // 3 > most:
+    # At most three characters stand for one byte.
+    if (len(url) - head.end()) > most * 3:
         raise Unfit(f"it is larger than {most >> 20} MiB", f"up to {most >> 20} MiB")
     body = url[head.end() :]
     if not head[0][:-1].lower().endswith(";base64"):
