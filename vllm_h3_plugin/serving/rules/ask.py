@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from vllm_h3_plugin.memory.table import DEFAULT_STEPS
 from vllm_h3_plugin.serving.rules.accepted import Kind, Task
@@ -37,6 +37,14 @@ def _lower(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
 
+def _readable(value: str) -> str:
+    """JSON can carry what no encoder, no tokenizer and no file system takes."""
+    if any("\ud800" <= character <= "\udfff" or character == "\0" for character in value):
+        raise ValueError("it is no valid Unicode text")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_readable)]
 # Ranges stand before the validator: after it they would be missing in the JSON schema.
 Whole = Annotated[int, BeforeValidator(_no_truth)]
 Seed = Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX), BeforeValidator(_no_truth)]
@@ -72,8 +80,8 @@ class LoraAsk(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(min_length=1, description="A name for it.")
-    path: str = Field(min_length=1, description="Folder or file on the server.")
+    name: Text = Field(min_length=1, description="A name for it.")
+    path: Text = Field(min_length=1, description="Folder or file on the server.")
     scale: Scale | None = Field(default=None, description="Strength; 1 if left out.")
 
 
@@ -82,21 +90,21 @@ class VideoFields(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    prompt: str = Field(default="", max_length=MAX_PROMPT_CHARACTERS, description="What to show. Required.")
-    model: str | None = Field(default=None, description="Name of the served model; left out, it is not checked.")
+    prompt: Text = Field(default="", max_length=MAX_PROMPT_CHARACTERS, description="What to show. Required.")
+    model: Text | None = Field(default=None, description="Name of the served model; left out, it is not checked.")
     task: Annotated[Task, BeforeValidator(_lower)] | None = Field(
         default=None,
         description="Kind of clip; left out, it follows from the references: none `t2va`, pictures `fl2va`, films or "
         "sounds `ref2va`.",
     )
-    size: Annotated[str, BeforeValidator(_lower)] | None = Field(
+    size: Annotated[Text, BeforeValidator(_lower)] | None = Field(
         default=None,
         json_schema_extra={"pattern": SIZE_PATTERN, "examples": ["1344x768"]},
         description="`WIDTHxHEIGHT` in pixels; each side is floored to a multiple of 32.",
     )
     width: Whole | None = Field(default=None, description="Pixels; with `height`, in place of `size`.")
     height: Whole | None = Field(default=None, description="Pixels; with `width`, in place of `size`.")
-    aspect_ratio: Annotated[str, BeforeValidator(_lower)] | None = Field(
+    aspect_ratio: Annotated[Text, BeforeValidator(_lower)] | None = Field(
         default=None,
         description="`21:9`, `16:9`, `4:3`, `1:1`, `3:4`, `9:16` or `auto`. Left out, it follows from `size`, else "
         "from the first picture, else it is 16:9.",
@@ -122,7 +130,7 @@ class VideoFields(BaseModel):
     )
     start_time_seconds: Start | None = Field(default=None, description="Where a single reference film is taken from.")
     lora: LoraAsk | None = Field(default=None, description="An adapter for this request alone.")
-    user: str | None = Field(default=None, description="Kept beside the job.")
+    user: Text | None = Field(default=None, description="Kept beside the job.")
     strict: bool = Field(default=False, description="Refuse what would be snapped or has no effect.")
     return_stage_metrics: bool = Field(default=False, description="The host's stage metrics in the job.")
 

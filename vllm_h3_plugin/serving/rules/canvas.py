@@ -60,8 +60,8 @@ def nearest_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:
     scale = max(1.0, SIZE_MULTIPLE / min(wide, high)) * min(1.0, math.sqrt(max_pixels / (wide * high)))
     # Lengths that are whole but for rounding stay so.
     units = [max(1, math.floor(side * scale / SIZE_MULTIPLE + 1e-9)) for side in (wide, high)]
-    # Flooring the short side may have made it too flat again.
-    longest = FLATTEST * min(units)
+    # Flooring the short side, or keeping it at one, may have made it too flat or too large again.
+    longest = min(FLATTEST * min(units), max_pixels // SIZE_MULTIPLE**2 // min(units))
     width, height = (min(unit, longest) * SIZE_MULTIPLE for unit in units)
     return width, height
 

@@ -55,9 +55,9 @@ def _seconds(found: Findings, limits: Limits) -> int | None:
     if asked is None:
         return None
     longest = longest_frames(limits)
-    # What the longest clip lasts may be asked for too: it is what was told to whoever asked for 15 s.
-    known = limits.longest_s < asked and round(asked * FPS) == longest
-    if not known and not found.within("seconds", asked, limits.shortest_s, limits.longest_s, " seconds"):
+    # Up to what the longest clip lasts: that is what was told to whoever asked for 15 s.
+    snapped = limits.longest_s < asked and round(asked * FPS) <= longest
+    if not snapped and not found.within("seconds", asked, limits.shortest_s, limits.longest_s, " seconds"):
         return 0
     made = min(frames_of_seconds(asked), longest)
     if made != round(asked * FPS):

@@ -178,7 +178,7 @@ def _unknown(name: str, value: Any, wrote: str) -> Fault:
     """An unknown name, with the known one that it was perhaps meant to be."""
     prefix = wrote.removesuffix(name)
     known = [*FIELDS, *ALIASES, *REFERENCES, *UNUSED, *NESTED, *(EXTRA if prefix else ())]
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.7)
     if not near and name in EXTRA:
         near, prefix = [name], "extra_params."
     suggestion = f"{prefix}{near[0]}" if near else None
