@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of requests are the host's own: it makes exactly the clip that was accepted, and refuses what they refuse."""
+"""The rules of requests are the host's: it makes exactly the clip that was accepted, and refuses what they refuse."""
 
 from __future__ import annotations
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from tests.unit.serving.reference_kit import encoded, picture, sound
 from vllm_h3_plugin.serving.accept import Admitted, accept
 from vllm_h3_plugin.serving.references.load import ReferencePolicy
+from vllm_h3_plugin.serving.rules.fingerprint import fingerprint
 from vllm_h3_plugin.serving.rules.limits import Limits
 from vllm_h3_plugin.serving.rules.read import Upload
 
@@ -45,3 +47,28 @@ def test_without_a_policy_no_url_is_fetched() -> None:
     faults = accept([("prompt", "a kite"), ("image_reference", {"image_url": "https://example.com/a.png"})], LIMITS)
     assert isinstance(faults, list)
     assert faults[0].field == "image_reference.image_url" and faults[0].why == "this server fetches no URLs"
+
+
+def test_equal_requests_have_equal_fingerprints_and_others_have_not() -> None:
+    def of(*fields: tuple[str, Any]) -> str:
+        return fingerprint(fields)
+
+    def file(data: bytes, name: str = "a.png") -> Upload:
+        return Upload(io.BytesIO(data), name)
+
+    one = of(("prompt", "a kite"), ("seed", "1"), ("input_reference", file(b"x")))
+    assert one == of(("input_reference", file(b"x", "b.png")), ("seed", "1"), ("prompt", "a kite"))
+    others = [
+        of(("prompt", "a kite"), ("seed", "2"), ("input_reference", file(b"x"))),
+        of(("prompt", "a kite"), ("seed", "1"), ("input_reference", file(b"y"))),
+        of(("prompt", "a kite"), ("seed", "1"), ("input_reference", "x")),
+        of(("prompt", "a kite"), ("seed", "1")),
+        of(("prompt", "a kitese"), ("ed", "1")),
+        of(("input_references", file(b"x")), ("input_references", file(b"y"))),
+        of(("input_references", file(b"y")), ("input_references", file(b"x"))),
+    ]
+    assert len({one, *others}) == 8
+    kept = file(b"x" * 5)
+    of(("input_reference", kept))
+    assert kept.file.read() == b"x" * 5
+    assert of(("user", "\ud800"))
