@@ -308,7 +308,7 @@ def test_the_first_picture_decides_the_size_where_none_is_asked() -> None:
 
 @pytest.mark.parametrize(
     ("count", "asked", "made"),
-    [(1, None, (0,)), (2, None, (0, -1)), (1, [-1], (-1,)), (1, -1, (-1,)), (2, "[0, -1]", (0, -1))],
+    [(1, None, (0,)), (2, None, (0, -1)), (1, [-1], (-1,)), (1, -1, (-1,)), (1, "-1", (-1,)), (2, "[0, -1]", (0, -1))],
 )
 def test_pictures_stand_at_the_first_or_last_frame(count: int, asked: Any, made: tuple[int, ...]) -> None:
     fields = {} if asked is None else {"frame_indices": asked}

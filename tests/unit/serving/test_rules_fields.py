@@ -260,6 +260,13 @@ def test_uploads_are_references_in_the_order_of_the_form() -> None:
     assert ask.references[1].file is files[1].file
 
 
+def test_lists_and_objects_may_be_written_as_openais_client_writes_them_in_forms() -> None:
+    pairs = [("frame_indices[]", "0"), ("frame_indices[]", "-1"), ("lora[name]", "a"), ("lora[path]", "/"), ("n", "1")]
+    ask, faults = read([("prompt", "a kite"), *pairs])
+    assert not faults and ask.frame_indices == (0, -1)
+    assert ask.lora is not None and (ask.lora.name, ask.lora.path) == ("a", "/")
+
+
 @pytest.mark.parametrize("value", [{"file_id": "file-123"}, {"url": 5}, 5, {}, {"image_url": URL, "detail": "high"}])
 def test_a_reference_that_is_none_is_refused(value: Any) -> None:
     fault = _one(image_reference=value)

@@ -33,6 +33,11 @@ def _no_truth(value: object) -> object:
     return value
 
 
+def _whole(value: object) -> object:
+    """A form's text as the number that it is."""
+    return int(value) if isinstance(value, str) and value.strip() in ("0", "-1") else value
+
+
 def _lower(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
@@ -125,7 +130,7 @@ class VideoFields(BaseModel):
     quality: Literal["lossless", "high"] | None = Field(
         default=None, description="`high` may skip work between steps, where the host can."
     )
-    frame_indices: tuple[Literal[0, -1], ...] | None = Field(
+    frame_indices: tuple[Annotated[Literal[0, -1], BeforeValidator(_whole)], ...] | None = Field(
         default=None, description="Where each picture of `fl2va` stands: 0 first frame, -1 last frame."
     )
     start_time_seconds: Start | None = Field(default=None, description="Where a single reference film is taken from.")

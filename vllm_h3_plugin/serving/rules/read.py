@@ -103,7 +103,7 @@ def _gathered(fields: Iterable[tuple[str, Any]], faults: list[Fault]) -> Iterabl
         canonical = ALIASES.get(name, name)
         if name not in gathered:
             gathered[name] = value
-        elif canonical in REFERENCES:
+        elif canonical in REFERENCES or canonical == "frame_indices":
             gathered[name] = [*_listed(gathered[name]), *_listed(value)]
         elif isinstance(value, dict) and isinstance(gathered[name], dict):
             gathered[name] = {**gathered[name], **value}
