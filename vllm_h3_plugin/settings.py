@@ -169,6 +169,26 @@ class Settings(BaseModel):
         default=True,
         description="End the server when its worker is stuck or gone, so that its supervisor can start it again.",
     )
+    reference_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field(
+        default=(),
+        description="Hosts that references may be fetched from by URL, comma-separated: `cdn.example.com`, "
+        "`*.example.com` for all below it, `media.example.com:8443`, `http://old.example.com` without TLS, `*` for "
+        "any. Unset: no URL is fetched. Private, link-local, loopback and other addresses that are not public are "
+        "refused in any case, at first and after each redirect.",
+    )
+    reference_timeout_s: float = Field(
+        default=30.0, gt=0, le=600, description="Seconds that fetching one reference may take, redirects included."
+    )
+    max_pixels: int = Field(
+        default=1920 * 1088,
+        ge=32 * 32,
+        description="Largest area of a clip's frame, width times height; a request for more is refused with 400. H3 "
+        "was made for 1344x768.",
+    )
+    lora_dir: Path | None = Field(
+        default=None,
+        description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",
+    )
 
 
 def known_variables() -> dict[str, str]:
