@@ -104,6 +104,7 @@ def test_create_poll_download_in_ranges_and_delete(tmp_path: Path) -> None:
             assert created.status_code == 200, created.text
             job = await ended(client, created.json()["id"])
             assert (job["object"], job["progress"], job["size"], job["seed"]) == ("video", 100, "64x64", 1)
+            assert (job["num_frames"], job["snapped"][0]["field"]) == (107, "num_frames")
             assert (job["stage_durations"], job["peak_memory_mb"]) == ({"denoise": 1.5}, 12.0)
             content = f"/v1/videos/{job['id']}/content"
             whole = await client.get(content)
@@ -163,7 +164,7 @@ def test_list_goes_in_pages_and_finds_a_key(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_key_joins_equal_requests_only_files_included(tmp_path: Path) -> None:
+def test_a_key_joins_equal_requests_only(tmp_path: Path) -> None:
     async def test() -> None:
         async with video_app(tmp_path) as (_, client, handler):
             key = {"Idempotency-Key": "k"}
@@ -171,8 +172,8 @@ def test_a_key_joins_equal_requests_only_files_included(tmp_path: Path) -> None:
             again = await client.post("/v1/videos/sync", data=FORM, headers=key)
             assert (again.content, again.headers["x-request-id"]) == (CLIP, first["id"])
             assert handler.made == [first["id"]]
-            for changed in ({"data": {**FORM, "seed": "2"}}, {"data": FORM, "files": {"unknown": b"a file"}}):
-                answer = await client.post("/v1/videos", headers=key, **changed)  # type: ignore[arg-type]
+            for changed in ({**FORM, "seed": "2"}, {**FORM, "prompt": "a blue kite"}):
+                answer = await client.post("/v1/videos", headers=key, data=changed)
                 assert answer.status_code == 422
                 assert "was used for another request" in answer.json()["error"]["message"]
             long = await client.post("/v1/videos", data=FORM, headers={"Idempotency-Key": "k" * 256})
@@ -265,8 +266,14 @@ def test_a_full_line_is_429_with_when_to_ask_again(tmp_path: Path, monkeypatch: 
 def test_bad_forms_are_refused_before_there_is_a_job(tmp_path: Path) -> None:
     async def test() -> None:
         async with video_app(tmp_path) as (_, client, _):
-            for form in ({}, {**FORM, "size": "abc"}):
-                assert 400 <= (await client.post("/v1/videos", data=form)).status_code < 500
+            for form, field in (
+                ({}, "Content-Type"),
+                ({**FORM, "size": "abc"}, "size"),
+                ({**FORM, "fps": "25"}, "fps"),
+            ):
+                for path in ("/v1/videos", "/v1/videos/sync"):
+                    answer = await client.post(path, data=form)
+                    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
             assert (await client.get("/v1/videos")).json()["data"] == []
 
     run(test)

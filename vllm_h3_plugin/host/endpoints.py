@@ -27,12 +27,15 @@ from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.host.liveness import HealthRoute, Liveness
-from vllm_h3_plugin.host.video_order import host_form
+from vllm_h3_plugin.host.video_accept import accepting
+from vllm_h3_plugin.host.video_request import server_limits
 from vllm_h3_plugin.host.video_routes import video_router
 from vllm_h3_plugin.quantization.footprint import GIB
 from vllm_h3_plugin.serving import provenance
 from vllm_h3_plugin.serving.jobs.retention import Retention
 from vllm_h3_plugin.serving.jobs.service import JobService, Rules
+from vllm_h3_plugin.serving.references.load import ReferencePolicy
+from vllm_h3_plugin.serving.rules.openapi import request_body
 from vllm_h3_plugin.settings import Settings
 
 
@@ -61,7 +64,8 @@ class H3Endpoints:
 
         app.add_api_route("/v1/h3/info", _info_of(app), methods=["GET"], summary="Plugin, host, recipe, kernels in use")
         app.add_api_route("/ready", _ready_of(app, liveness), methods=["GET"], summary="Loaded, and takes requests")
-        app.include_router(video_router(service, host_form()))
+        body = request_body(server_limits(None))
+        app.include_router(video_router(service, accepting(ReferencePolicy.of(values)), body))
         # Before the host adds authentication, and therefore behind it.
         app.add_middleware(admission.Admission)
         app.add_middleware(InFlight)

@@ -5,41 +5,41 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from vllm_h3_plugin.errors import H3Error, UsageError
-from vllm_h3_plugin.host.video_order import Accept
+from vllm_h3_plugin.host.video_accept import Accept
 from vllm_h3_plugin.serving.jobs.job import Job, Status
-from vllm_h3_plugin.serving.jobs.made import Asked, Order
 from vllm_h3_plugin.serving.jobs.service import JobService
 
 _CLIENT_CLOSED = 499
 
 
-def video_router(service: Callable[[], JobService], accept: Accept) -> APIRouter:
+def video_router(service: Callable[[], JobService], accept: Accept, body: Mapping[str, Any]) -> APIRouter:
     """The routes.
 
     Args:
         service: the jobs, once the server has started.
         accept: reads a request.
+        body: OpenAPI's ``requestBody`` of one.
     """
     router = APIRouter(tags=["video"])
-    accepts = Depends(accept)
+    described = {"requestBody": dict(body)}
 
-    @router.post("/v1/videos", summary="Ask for a clip; answers at once with its job")
-    async def create(accepted: Any = accepts) -> Response:
-        job = await _submitted(service(), accepted, sync=False)
+    @router.post("/v1/videos", summary="Ask for a clip; answers at once with its job", openapi_extra=described)
+    async def create(request: Request) -> Response:
+        job = await _submitted(service(), accept, request, sync=False)
         return job if isinstance(job, Response) else JSONResponse(service().shown(job))
 
-    @router.post("/v1/videos/sync", summary="Ask for a clip and get it as the answer")
-    async def create_sync(request: Request, accepted: Any = accepts) -> Response:
-        job = await _submitted(service(), accepted, sync=True)
+    @router.post("/v1/videos/sync", summary="Ask for a clip and get it as the answer", openapi_extra=described)
+    async def create_sync(request: Request) -> Response:
+        job = await _submitted(service(), accept, request, sync=True)
         return job if isinstance(job, Response) else await _delivered(service(), request, job)
 
     @router.get("/v1/videos", summary="List jobs")
@@ -126,8 +126,14 @@ def refused(error: H3Error, status: int | None = None) -> JSONResponse:
     return problem(status or error.http_status, code, str(error), headers, **error.details)
 
 
-async def _submitted(jobs: JobService, accepted: tuple[Order, Asked], *, sync: bool) -> Job | Response:
-    order, asked = accepted
+async def _submitted(jobs: JobService, accept: Accept, request: Request, *, sync: bool) -> Job | Response:
+    try:
+        accepted = await accept(request)
+        if isinstance(accepted, Response):
+            return accepted
+        order, asked = accepted
+    except H3Error as exc:
+        return refused(exc)
     try:
         job, _ = await jobs.submit(replace(asked, sync=sync), order)
         return job
