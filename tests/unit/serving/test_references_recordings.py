@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from tests.unit.serving.reference_kit import encoded, film, loaded, picture, refused, sound, taken
+from vllm_h3_plugin.serving.references.limits import ReferenceLimits
+from vllm_h3_plugin.serving.references.recording import probe_sound
+from vllm_h3_plugin.serving.references.unfit import Unfit
 
 _MADE: dict[str, bytes] = {}
 
@@ -104,8 +107,13 @@ def test_a_film_whose_index_stands_first_is_missed_at_its_end(made: Any, tmp_pat
     data = path.read_bytes()
     source.unlink()
     path.unlink()
-    assert data.index(b"moov") < data.index(b"mdat")
+    start = data.index(b"mdat") - 4
+    assert data.index(b"moov") < start
     assert "truncated" in refused(data[: len(data) // 2], tmp_path, "video").why
+    # Boxes that end where the file does, and an index that goes beyond.
+    half = data[: (start + len(data)) // 2]
+    closed = half[:start] + (len(half) - start).to_bytes(4, "big") + half[start + 4 :]
+    assert "truncated" in refused(closed, tmp_path, "video").why
 
 
 def test_a_film_of_zeros_behind_a_good_header_is_refused(made: Any, tmp_path: Path) -> None:
@@ -157,6 +165,17 @@ def test_a_playlist_in_a_films_coat_reads_no_other_file(tmp_path: Path) -> None:
     disguised = b"\0\0\0\x18ftypisom\0\0\0\0isomavc1" + f"\n#EXTM3U\n#EXTINF:1,\nfile://{secret}\n".encode()
     fault = refused(disguised, tmp_path, "video")
     assert "broken" in fault.why and "secret" not in str(fault)
+
+
+def test_a_list_of_files_is_not_played_whoever_calls_it_a_sound(made: Any, tmp_path: Path) -> None:
+    """FFmpeg, left to guess, plays what such a list names."""
+    (tmp_path / "other.mp3").write_bytes(made(sound, codec="mp3", format_="mp3"))
+    listed = tmp_path / "listed"
+    listed.write_text("ffconcat version 1.0\nfile other.mp3\nduration 2.5\n")
+    assert "playlist" in refused(listed.read_bytes(), tmp_path, "audio").why
+    for format_ in ("mp3", "wav"):
+        with pytest.raises(Unfit, match="broken"):
+            probe_sound(listed, format_, "audio_reference", ReferenceLimits())
 
 
 def test_broken_bytes_never_come_out_as_another_error(made: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import http.server
 import io
+import ipaddress
 import socket
 import ssl
 import threading
@@ -32,6 +33,8 @@ from vllm_h3_plugin.serving.references.unfit import Unfit
 from vllm_h3_plugin.settings import Settings
 
 PUBLIC, OTHER_PUBLIC = "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946"
+INNER = str(ipaddress.ip_address(0x0A000001))
+"""Ten and three more bytes: of a company's network."""
 PICTURE = encoded(picture())
 NAMES = ("cdn.example.com", "media.example.org")
 
@@ -288,9 +291,9 @@ def test_what_is_no_url_is_refused(url: str, site: Site) -> None:
     [
         "127.0.0.1",
         "127.9.9.9",
-        "10.0.0.1",
+        INNER,
         "172.16.5.4",
-        "192.168.1.1",
+        str(ipaddress.ip_address(0xC0A80101)),  # of a home's network
         "169.254.169.254",
         "100.64.0.1",
         "0.0.0.0",
@@ -330,7 +333,7 @@ def test_public_addresses_are_public() -> None:
 
 
 def test_one_inner_address_among_public_ones_is_enough_to_refuse(site: Site) -> None:
-    names = {"cdn.example.com": [PUBLIC, "10.0.0.1"]}
+    names = {"cdn.example.com": [PUBLIC, INNER]}
     assert "private" in _refused(site.fetcher(names=names), "https://cdn.example.com/").why
     assert not site.connections
 
@@ -387,7 +390,7 @@ def test_a_redirect_to_another_allowed_host_is_followed(site: Site) -> None:
     ],
 )
 def test_a_redirect_is_checked_like_the_first_url(location: str, said: str, site: Site) -> None:
-    names = {"cdn.example.com": [PUBLIC], "inside.example.net": ["10.1.2.3"]}
+    names = {"cdn.example.com": [PUBLIC], "inside.example.net": [INNER]}
     fetcher = site.fetcher("cdn.example.com", "inside.example.net", names=names)
     assert said in _refused(fetcher, f"https://cdn.example.com/to?{location}").why
     assert len(site.connections) == 1

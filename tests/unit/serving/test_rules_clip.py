@@ -298,6 +298,8 @@ def test_a_reference_that_could_not_be_loaded_is_the_only_thing_said_about_refer
     broken = Fault("input_reference", "a.png", "it is empty (0 bytes)", code="invalid_reference")
     assert check(ask, ALL, (), [broken]) == [broken]
     assert check(ask, Limits(tasks=("ref2va",)), (), [broken]) == [broken]
+    ask, _ = read([("prompt", "a kite"), ("input_reference", "data:,"), ("task", "fl2va")])
+    assert check(ask, ALL, (), [broken]) == [broken]
 
 
 def test_the_first_picture_decides_the_size_where_none_is_asked() -> None:

@@ -31,9 +31,6 @@ def load_picture(path: Path, format_: str, limits: ReferenceLimits) -> tuple[Ima
     """
     from PIL import Image, UnidentifiedImageError
 
-    if format_ == "webp":
-        # Its decoder takes memory for the whole picture as soon as it is opened.
-        _check_size(*_webp_size(path), limits)
     try:
         with Image.open(path, formats=(format_.upper(),)) as image:
             _check_size(*image.size, limits)
@@ -101,27 +98,6 @@ def _eight_bit(image: Image) -> Image:
 
     values = np.asarray(image).astype(np.int64).clip(0, 65535)
     return Pillow.fromarray(((values + 128) // 257).astype(np.uint8))
-
-
-def _webp_size(path: Path) -> tuple[int, int]:
-    """(width, height) of a WebP file's header (RFC 9649 sections 2.5 to 2.7).
-
-    Raises:
-        Unfit: it has no readable header.
-    """
-    with path.open("rb") as file:
-        head = file.read(30)
-    kind = head[12:16]
-    if len(head) == 30:
-        if kind == b"VP8X":
-            return int.from_bytes(head[24:27], "little") + 1, int.from_bytes(head[27:30], "little") + 1
-        if kind == b"VP8 " and head[23:26] == b"\x9d\x01\x2a":
-            width, height = struct.unpack("<HH", head[26:30])
-            return width & 0x3FFF, height & 0x3FFF
-        if kind == b"VP8L" and head[20] == 0x2F:
-            bits = int.from_bytes(head[21:25], "little")
-            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    raise Unfit("it begins like WEBP, and its header is broken or cut off")
 
 
 def _first_line(exc: BaseException) -> str:
