@@ -26,7 +26,7 @@ from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
-from vllm_h3_plugin.host.liveness import HealthRoute, Liveness
+from vllm_h3_plugin.host.liveness import HealthRoute, Liveness, leave
 from vllm_h3_plugin.host.video_accept import accepting
 from vllm_h3_plugin.host.video_request import server_limits
 from vllm_h3_plugin.host.video_routes import video_router
@@ -108,6 +108,8 @@ def _with_jobs(
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
             await jobs.stop()
+            if liveness.fault is not None and values.exit_when_stuck:
+                leave()
 
     return lifespan
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import multiprocessing
 import os
 import signal
@@ -102,8 +101,7 @@ class HealthRoute:
 
 
 def end_process() -> None:
-    """Ask this server to end, and insist. Whoever started it is told by its exit code that it did not want to."""
-    atexit.register(leave)
+    """Ask this server to end, and insist. Its app's last act is :func:`leave`."""
     thread = threading.Timer(_GRACE_S, leave)
     thread.daemon = True
     thread.start()
@@ -111,7 +109,10 @@ def end_process() -> None:
 
 
 def leave() -> None:
-    """End at once, and take along the workers that this process started: a stuck one would keep the device."""
+    """End at once with a code that a supervisor sees, which the host's own end has not.
+
+    Takes along the workers that this process started: a stuck one would keep the device.
+    """
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(EXIT_CODE)
