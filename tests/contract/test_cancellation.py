@@ -122,3 +122,12 @@ def test_the_ledger_tells_seconds_by_phase_and_step_of_its_own_request_alone() -
     state = run_state.read(run_state.PROGRESS)
     assert state is not None
     assert (state["phase"], state["request"]) == ("idle", "video_gen_1-abc")
+
+
+def test_a_dead_worker_is_told_by_its_error_on_both_hosts() -> None:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    for error in (EngineDeadError(), RuntimeError("Executor shut down")):
+        failure = JobWorker().explain(error)
+        assert (failure.code, failure.http_status) == ("engine_dead", 503)
+    assert JobWorker().explain(RuntimeError("no")).code == "generation_failed"

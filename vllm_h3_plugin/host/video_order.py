@@ -71,7 +71,8 @@ def explain(error: Exception) -> Failure:
     if isinstance(error, H3Error):
         code = "insufficient_memory" if error.http_status == 503 else "generation_failed"
         return Failure(code, str(error), error.http_status)
-    if isinstance(error, EngineDeadError):
+    # 0.28 has words and no class for it where a worker of the mp executor died.
+    if isinstance(error, EngineDeadError) or str(error) == "Executor shut down":
         return Failure("engine_dead", "The engine died; the server is about to end.", 503)
     status, message = 500, str(error) or type(error).__name__
     if isinstance(error, HTTPException):
