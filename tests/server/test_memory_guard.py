@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import READY_S, Servers, request
-from vllm_h3_plugin.errors import ServerError
+from vllm_h3_plugin.errors import BusyError, ServerError
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, GIB
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.server import Server
@@ -143,7 +143,7 @@ def test_request_is_refused_with_numbers_while_memory_is_low(guarded: Guarded, p
 def test_refused_request_is_admitted_once_memory_is_back(uni: Guarded, pictures: Any, tmp_path: Path) -> None:
     asked = request(*pictures)
     uni.available(LOW)
-    with pytest.raises(ServerError, match=r"503.*not enough memory"):
+    with pytest.raises(BusyError, match=r"503.*not enough memory"):
         uni.client.make(asked, tmp_path / "no.mp4")
     uni.available(PLENTY)
     uni.client.make(asked, tmp_path / "yes.mp4")
