@@ -216,12 +216,12 @@ def test_the_example_shows_the_true_defaults() -> None:
 @pytest.mark.parametrize("file", COMPOSE)
 def test_settings_that_reach_the_container_are_settings(file: str) -> None:
     """A misspelt one would stop the server; one that is missing could not be set. Four belong to the image itself,
-    one follows from the profile, and the licence is accepted before there is a container."""
+    and one follows from the profile."""
     for service in services(file).values():
         passed = {name for name in service["environment"] if name.startswith("H3_")}
         assert passed == set(known_variables()) - {
             *("H3_REFERENCE", "H3_RUN_DIR", "H3_FFMPEG", "H3_CACHE_DIR"),
-            *("H3_PARTS_ON", "H3_ACCEPT_LICENSE"),
+            "H3_PARTS_ON",
         }
 
 

@@ -332,7 +332,7 @@ def test_a_failed_job_tells_why_and_the_next_run_asks_for_another(smoke: Smoke) 
 @pytest.mark.parametrize("forget", [False, True], ids=["knows the job", "has forgotten it"])
 def test_a_server_that_dies_after_the_job_was_created_is_waited_for(smoke: Smoke, forget: bool) -> None:
     smoke.server.hold.set()
-    thread = smoke.server.die_and_return(0.4, forget=forget)
+    thread = smoke.server.die_and_return(1.5, forget=forget)
     _, err = smoke()
     thread.join()
     assert "lost touch" in err
@@ -355,7 +355,7 @@ def test_a_server_that_stays_away_is_given_up_and_the_job_kept(smoke: Smoke) -> 
 
 def test_a_job_that_the_server_deleted_between_two_runs_is_made_anew(smoke: Smoke) -> None:
     smoke.server.hold.set()
-    smoke("--timeout", "0.5", code=7)
+    smoke("--timeout", "2", code=7)
     smoke.server.jobs.clear()
     smoke.server.hold.clear()
     _, err = smoke()
@@ -553,3 +553,66 @@ def test_a_stuck_job_earns_no_more_time() -> None:
     looks = [Watch(t, "in_progress", "denoising", step, 50) for t, step in ((10, 10), (50, 12), (5000, 12))]
     assert [pace.seconds_left({}, look) for look in looks] == [None, 20 * 38, None]
     assert pace.seconds_left({"seconds_left": 12}, looks[0]) == 12
+
+
+@pytest.mark.parametrize("key", ["two words", "sekrit\r", "schl\u00fcssel"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(
+    smoke: Smoke, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    _, err = smoke(code=2)
+    assert "VLLM_API_KEY" in err and key.strip() not in err and key.split()[0] not in err
+
+
+def test_a_key_that_the_server_echoes_is_not_shown(smoke: Smoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "sekrit-key")
+
+    def echo(handler: Handler) -> None:
+        handler.json(500, {"error": {"message": f"you sent {handler.headers['Authorization']} [/red]\u001b[31m"}})
+
+    smoke.server.create = echo
+    _, err = smoke(code=7)
+    assert "you sent Bearer ***" in err and "sekrit-key" not in err and "\u001b[31m" not in err
+
+
+def test_a_password_in_the_address_is_refused_and_not_kept(smoke: Smoke, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["smoke", "--url", "http://me:pass-word@127.0.0.1:1", "--out", str(tmp_path / "new")])
+    assert ended.value.code == 2
+    assert "pass-word" not in smoke.capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_without_an_address_the_container_of_the_env_file_is_asked(
+    smoke: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    port = smoke.server.url.rpartition(":")[2]
+    Path(".env").write_text(f"VLLM_H3_PORT={port}\nVLLM_H3_BIND=0.0.0.0\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["smoke", "--only", "t2va", "--size", "64x64"])
+    assert ended.value.code == 0 and len(list(Path("clips").glob("*.mp4"))) == 1
+
+
+def test_a_job_that_ended_in_a_way_of_its_own_is_not_waited_for(smoke: Smoke) -> None:
+    smoke.server.look = lambda handler: handler.json(200, {"id": "video_1", "status": "cancelled"})
+    _, err = smoke(code=7)
+    assert "video_1 cancelled" in err
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"progress": [1], "step": "x", "steps": float("inf")},
+        {"phase": "upstream [/video] is away", "seconds_left": "soon", "steps": "8"},
+        {"phase": "\ud800", "seconds_left": 10**400},
+    ],
+)
+def test_odd_words_about_a_job_are_no_traceback(smoke: Smoke, job: dict[str, Any]) -> None:
+    looks = iter(range(3))
+
+    def look(handler: Handler) -> None:
+        ended = next(looks, None) is None
+        handler.json(200, {"id": "video_1", "status": "completed" if ended else "in_progress", **job})
+
+    smoke.server.look = look
+    smoke()

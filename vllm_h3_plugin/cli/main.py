@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import typer
 
 from vllm_h3_plugin import __version__
-from vllm_h3_plugin.errors import H3Error
+from vllm_h3_plugin.errors import H3Error, one_line
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it."""
 
 # Verb -> (module, summary). The module holds a function named like the verb, or a Typer app named `app` for a verb
 # with sub-commands. Order is the order in `--help`: from a checkpoint to a clip.
@@ -103,6 +108,17 @@ def _fail(exc: H3Error, args: list[str]) -> NoReturn:
     sys.exit(exc.exit_code)
 
 
+def _own_fault(exc: Exception) -> H3Error:
+    frames = [frame for frame in traceback.extract_tb(exc.__traceback__) if "vllm_h3_plugin" in frame.filename]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "outside of this project's code"
+    return H3Error(
+        f"a fault of vllm-h3-plugin itself: {one_line(exc)}",
+        why=f"nothing foresees this, at {where}",
+        fix="Report it with the command and `vllm-h3 provenance`.",
+        traceback=traceback.format_exception(exc),
+    )
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Console script. Exits with the code of the error tree; never with 0 after a failure."""
     args = sys.argv[1:] if argv is None else argv
@@ -119,6 +135,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         # What a verb did not foresee: a folder that may not be read, a full or read-only disk.
         what = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
         _fail(H3Error(what, why="the system refused it", fix="Check the path, its rights and the free space."), args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except Exception as exc:  # noqa: BLE001  # what nobody foresaw is told like the rest, and where it happened
+        _fail(_own_fault(exc), args)
     except SystemExit as exc:
         if exc.code == 2 and "--json" in args:
             _emit(H3Error("the arguments are wrong", why="stderr has the reason", fix="See --help."))

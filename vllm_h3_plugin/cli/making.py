@@ -17,24 +17,26 @@ if TYPE_CHECKING:
 
 def make_shown(client: VideoClient, order: Order, folder: Path, console: Console, *, server: dict[str, Any]) -> Made:
     """:func:`~vllm_h3_plugin.serving.clip_maker.make_clip` with its progress on a console."""
+    from rich.text import Text
+
     from vllm_h3_plugin.serving.clip_maker import Listener, make_clip
 
     last: tuple[str, str] | None = None
-    with console.status(f"{order.stem}: asking") as status:
+    with console.status(Text(f"{order.stem}: asking")) as status:
 
         def note(text: str) -> None:
             console.print(text, markup=False)
 
         def look(name: str, seen: Watch) -> None:
             nonlocal last
-            status.update(f"{name}: {progress_line(seen)}")
+            status.update(Text(f"{name}: {progress_line(seen)}"))  # not markup: an error's text may hold brackets
             # Where no spinner can turn, in a log, each change is a line.
             if not console.is_terminal and (seen.status, seen.phase) != last:
                 note(f"{name}: {progress_line(seen)}")
             last = seen.status, seen.phase
 
         def verifying(name: str, decoder: str, done: int, total: int) -> None:
-            status.update(f"{name}: verifying, {decoder} {done}/{total or '?'} frames")
+            status.update(Text(f"{name}: verifying, {decoder} {done}/{total or '?'} frames"))
 
         return make_clip(client, order, folder, server=server, listener=Listener(note, look, verifying))
 

@@ -62,6 +62,7 @@ def serve(
             "attention": attention,
         },
     )
+    _check_licence(profile)
     partition = check_before_start(profile, name)
     _take_api_key()
     check_port_free(profile.address, profile.port)
@@ -171,6 +172,18 @@ def _check_settings(inventory: Inventory) -> None:
             f"H3_CACHE_DIR={values.cache_dir}",
             why=f"{nearest} is a file",
             fix="Name a folder, or set H3_SNAPSHOT=off.",
+        )
+
+
+def _check_licence(profile: Profile) -> None:
+    """Refuse the real model to somebody who has said no; compose can ask for an answer, not for the right one."""
+    from vllm_h3_plugin import settings
+
+    if not profile.reference and os.environ.get("H3_ACCEPT_LICENSE") and not settings.load().accept_license:
+        raise SettingsError(
+            "H3_ACCEPT_LICENSE says no",
+            why="the weights of MiniMax-H3 may only be used under their licence",
+            fix="Read it; if you accept it and it lets you: H3_ACCEPT_LICENSE=yes.",
         )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from dataclasses import replace
@@ -29,6 +30,7 @@ _SIDE = 32
 # Both hosts take a first frame of this size; 0.28 none that is smaller.
 _FRAME_SIDE = 256
 _SEEDS = 2**31
+_CONTAINER = ("VLLM_H3_PORT", "VLLM_H3_BIND", "VLLM_H3_API_KEY_FILE")
 
 # (width, height, seconds, steps). The reference platform makes clouds in any number of steps. On a device: the size
 # that most figures in docs/RESULTS.md are of, the shortest clip that H3 makes, and enough steps for a picture.
@@ -49,7 +51,10 @@ _PROMPTS = {Kind.t2va: "a red kite over a harbour at dusk", Kind.first_frame: "t
 
 
 def smoke(
-    url: str = typer.Option("http://127.0.0.1:8000", help="Address of the server."),
+    url: str | None = typer.Option(
+        None,
+        help="Address of the server. [default: the container's by .env of this folder, else http://127.0.0.1:8000]",
+    ),
     out: Path | None = typer.Option(
         None, "--out", "-o", help="Folder for the clips. [default: clips; with --request, the folder of that file]"
     ),
@@ -63,7 +68,9 @@ def smoke(
     ),
     seconds: float | None = typer.Option(None, min=_SHORTEST_S, max=_LONGEST_S, help="Length. [default: 4]"),
     steps: int | None = typer.Option(None, min=1, max=200, help="Denoise steps. [default: 20; reference platform: 8]"),
-    seed: int | None = typer.Option(None, min=0, help="Seed of both clips. [default: one is drawn, and told]"),
+    seed: int | None = typer.Option(
+        None, min=0, max=_SEEDS - 1, help="Seed of both clips. [default: one is drawn, and told]"
+    ),
     full: bool = typer.Option(False, "--full", help="Full size instead: 1344x768, 5 s, 50 steps."),
     request: Path | None = typer.Option(
         None, "--request", metavar="NAME.json", help="Make the clip of this record once more, under a new name."
@@ -72,8 +79,12 @@ def smoke(
     timeout: float | None = typer.Option(
         None, min=0.1, help="Seconds for each clip. [default: what the server predicts, at least 1800]"
     ),
-    stall: float = typer.Option(120, min=0.1, help="Seconds without a byte after which a connection is dead."),
-    reconnect: float = typer.Option(900, min=0, help="Seconds for which a server that went away is waited for."),
+    stall: float = typer.Option(
+        120, min=0.1, max=86_400, help="Seconds without a byte after which a connection is dead."
+    ),
+    reconnect: float = typer.Option(
+        900, min=0, max=86_400, help="Seconds for which a server that went away is waited for."
+    ),
     max_mib: int = typer.Option(1024, min=1, help="Largest clip that is taken, in MiB."),
     as_json: bool = typer.Option(False, "--json", help="End with one JSON line instead of a line for each clip."),
 ) -> None:
@@ -86,7 +97,7 @@ def smoke(
     The same command picks up what an earlier one has begun: a job that runs or is done is not made again, and neither
     is a clip that is finished and verified (--again makes another). If the server was started anew and does not know
     the job any more, it is asked for anew. The server's key, if it has one, is read from H3_API_KEY_FILE, else from
-    VLLM_API_KEY.
+    VLLM_API_KEY; without --url also from the file that VLLM_H3_API_KEY_FILE names in .env.
 
     \b
     Examples:
@@ -109,7 +120,7 @@ def smoke(
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
     from vllm_h3_plugin.cli.making import make_shown
     from vllm_h3_plugin.cli.serve import stop_on_sigterm
-    from vllm_h3_plugin.serving.client import VideoClient, callers_key
+    from vllm_h3_plugin.serving.client import VideoClient
     from vllm_h3_plugin.serving.clip_record import server_facts
     from vllm_h3_plugin.serving.limits import Limits
     from vllm_h3_plugin.video.tools import find_ffmpeg
@@ -118,15 +129,18 @@ def smoke(
         _alone(
             prompt=prompt, size=size, seconds=seconds, steps=steps, seed=seed, full=full, only=only, first=first_frame
         )
+    if prompt is not None and not _is_text(prompt):
+        raise UsageError("--prompt", why="it holds bytes that are not UTF-8", fix="Write it in UTF-8.")
     dimensions = _size(size) if size else None
     folder = out or (request.parent if request else CLIPS)
     find_ffmpeg()
+    url, key = _server(url)
     stop_on_sigterm()
     limits = Limits(total_s=timeout, stall_s=stall, reconnect_s=reconnect, max_bytes=max_mib << 20)
     console = stderr()
     made: list[Made] = []
     try:
-        with VideoClient(url, api_key=callers_key(), limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
+        with VideoClient(url, api_key=key, limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
             info = _prove(client)
             if request is not None:
                 orders = [_recorded(request)]
@@ -157,6 +171,25 @@ def smoke(
         emit_json(True, url=url, clips=[_as_dict(clip) for clip in made])
 
 
+def _server(url: str | None) -> tuple[str, str | None]:
+    """Address and key of the server: the caller's, else those of the container that ``.env`` describes."""
+    from vllm_h3_plugin.preflight.dotenv import parse_env
+    from vllm_h3_plugin.serving.api_key import read_api_key
+    from vllm_h3_plugin.serving.client import callers_key
+
+    key = callers_key()
+    if url is not None:
+        return url, key
+    file = Path(".env")
+    values = parse_env(file.read_bytes(), environ=os.environ).values if file.is_file() else {}
+    chosen = {name: os.environ.get(name, values.get(name, "")) for name in _CONTAINER}
+    if key is None and chosen["VLLM_H3_API_KEY_FILE"]:
+        key = read_api_key(Path(chosen["VLLM_H3_API_KEY_FILE"]))
+    bound = chosen["VLLM_H3_BIND"]
+    address = "127.0.0.1" if bound in ("", "0.0.0.0", "::", "[::]") else bound
+    return f"http://{address}:{chosen['VLLM_H3_PORT'] or 8000}", key
+
+
 def _prove(client: VideoClient) -> dict[str, Any]:
     """``/v1/h3/info`` of a server in which the plugin is active."""
     import httpx
@@ -169,6 +202,15 @@ def _prove(client: VideoClient) -> dict[str, Any]:
         return prove_active(client.http)
     except httpx.RequestError as exc:
         raise unreachable(client.http, exc) from exc
+
+
+def _is_text(words: str) -> bool:
+    """Whether it can be written: arguments of other encodings hold half surrogate pairs."""
+    try:
+        words.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _alone(**options: object) -> None:
@@ -196,18 +238,22 @@ def _defaults(info: dict[str, Any], *, full: bool) -> tuple[int, int, float, int
     """Width, height, seconds and steps that suit the server."""
     if full:
         return _FULL
-    memory = [worker.get("memory") or {} for worker in info["workers"]]
+    from vllm_h3_plugin.serving.answers import mapping
+
+    memory = [mapping(mapping(worker).get("memory")) for worker in info["workers"]]
     return _TINY if all(part.get("device") == "cpu" for part in memory) else _SMALL
 
 
 def _require_tasks(info: dict[str, Any], kinds: list[Kind]) -> None:
     tasks = info["workers"][0].get("supported_tasks")
+    if not isinstance(tasks, list):
+        return
     for kind in kinds:
         if tasks and _TASKS[kind] not in tasks:
             can = [other.value for other in Kind if _TASKS[other] in tasks]
             raise UsageError(
                 f"the server cannot make a clip of the kind {kind.value}",
-                why=f"what it serves makes {', '.join(tasks)}",
+                why=f"what it serves makes {', '.join(map(str, tasks))}",
                 fix=f"Give --only {can[0]}." if can else "Serve the checkpoint's FL2VA folder for a smoke test.",
             )
 

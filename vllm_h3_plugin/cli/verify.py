@@ -149,6 +149,8 @@ def _recorded(file: Path, expectation: Expectation) -> Expectation:
     """What the record beside a clip says was asked; else the expectation as it is."""
     from vllm_h3_plugin.serving.clip_record import read_record
 
+    if not file.is_file():
+        return expectation  # what is wrong with it is told by the verification itself
     record = read_record(file.with_suffix(".json"))
     if record is None or record.name != file.stem:
         return expectation

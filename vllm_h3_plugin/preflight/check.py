@@ -55,3 +55,8 @@ def warned(name: str, detail: str, remedy: str) -> Check:
 def failed(name: str, detail: str, remedy: str) -> Check:
     """It will not work."""
     return Check(name, State.FAIL, detail, remedy)
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a whole number in ASCII digits; ``isdigit`` also takes digits that ``int`` does not."""
+    return text.isascii() and text.isdigit()

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 _BOM = b"\xef\xbb\xbf"
 _NAME = re.compile(r"[A-Za-z0-9_.]+")
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_]\w*)(?::?-([^}]*))?\}|\$([A-Za-z_]\w*)")
+_LONGEST = 32_768
+"""Characters of a value, after variables in it are replaced."""
 _ESCAPE = re.compile(r"\\([nr\"\\$])")
 
 
@@ -223,7 +225,11 @@ class _Parser:
                 f"compose replaces what follows `$` in the value of {name}; `docker run --env-file` does not",
                 "Put single quotes around a value that holds a `$`.",
             )
-        return _VARIABLE.sub(replace, text)
+        whole = _VARIABLE.sub(replace, text)
+        if len(whole) > _LONGEST:
+            self.odd(number, f"the value of {name} grows beyond {_LONGEST} characters", "Write it out.", fatal=True)
+            return ""
+        return whole
 
 
 def _closing(text: str, quote: str) -> int:

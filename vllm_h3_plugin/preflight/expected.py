@@ -9,6 +9,9 @@ from pathlib import Path
 
 from vllm_h3_plugin.serving.profile import Profile
 
+CONTAINER_USER = 10001
+"""User id that the image runs as (Dockerfile)."""
+
 
 class Kind(Enum):
     """Kinds of machine that profiles are for."""

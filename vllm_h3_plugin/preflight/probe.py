@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_h3_plugin.preflight.check import Unknown
+from vllm_h3_plugin.preflight.check import Unknown, is_number
 from vllm_h3_plugin.preflight.facts import (
     Ascend,
     Clock,
@@ -71,14 +71,17 @@ def docker(machine: Machine) -> Docker | Unknown:
     if isinstance(answer, Unknown):
         return answer
     info = _json_object(answer.stdout)
-    faults = (info or {}).get("ServerErrors") or []
+    faults = _list((info or {}).get("ServerErrors"))
     if info is None or answer.code or faults:
         return Unknown(str(faults[0]) if faults else _said(answer, "docker info"))
+    runtimes, devices = info.get("Runtimes"), _list(info.get("DiscoveredDevices"))
     return Docker(
         version=str(info.get("ServerVersion", "")),
-        runtimes=tuple(sorted(info.get("Runtimes") or {})),
+        runtimes=tuple(sorted(runtimes)) if isinstance(runtimes, dict) else (),
         cdi_devices=tuple(
-            str(device.get("ID", "")) for device in info.get("DiscoveredDevices") or [] if device.get("Source") == "cdi"
+            str(device.get("ID", ""))
+            for device in devices
+            if isinstance(device, dict) and device.get("Source") == "cdi"
         ),
         architecture=str(info.get("Architecture", "")),
         root=str(info.get("DockerRootDir", "/var/lib/docker")),
@@ -93,6 +96,14 @@ def compose(machine: Machine) -> str | Unknown:
     return answer.stdout.strip() if answer.code == 0 else Unknown(_said(answer, "docker compose"))
 
 
+def buildx(machine: Machine) -> str | Unknown:
+    """Version of the buildx plugin, which ``make build`` needs."""
+    answer = machine.run(("docker", "buildx", "version"))
+    if isinstance(answer, Unknown):
+        return answer
+    return answer.stdout.strip() if answer.code == 0 else Unknown(_said(answer, "docker buildx"))
+
+
 def gpus(machine: Machine) -> tuple[Gpu, ...] | Unknown:
     """From ``nvidia-smi``; memory that it calls N/A is None."""
     query = f"--query-gpu={','.join(_GPU_FIELDS)}"
@@ -104,7 +115,7 @@ def gpus(machine: Machine) -> tuple[Gpu, ...] | Unknown:
     found = []
     for line in filter(str.strip, answer.stdout.splitlines()):
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) != len(_GPU_FIELDS) or not fields[0].isdigit():
+        if len(fields) != len(_GPU_FIELDS) or not is_number(fields[0]):
             return Unknown("nvidia-smi answered with a line that is not understood")
         index, name, driver, capability, total, free = fields
         found.append(Gpu(int(index), name, driver, capability, _mib(total), _mib(free)))
@@ -123,7 +134,7 @@ def gpu_processes(machine: Machine) -> tuple[DeviceProcess, ...] | Unknown:
     for line in answer.stdout.splitlines():
         pid, _, rest = line.partition(",")
         name, _, held = rest.rpartition(",")
-        if pid.strip().isdigit():
+        if is_number(pid.strip()):
             found.append(DeviceProcess(int(pid), Path(name.strip()).name or "?", _mib(held)))
     return tuple(found)
 
@@ -183,8 +194,10 @@ def _manifest(machine: Machine, reference: str) -> ImageManifest | Unknown:
         return Unknown(_said(answer, "docker buildx imagetools"))
     platforms = {
         str(entry["platform"].get("architecture")): str(entry.get("digest"))
-        for entry in found.get("manifests") or []
-        if isinstance(entry.get("platform"), dict) and entry["platform"].get("os") == "linux"
+        for entry in _list(found.get("manifests"))
+        if isinstance(entry, dict)
+        and isinstance(entry.get("platform"), dict)
+        and entry["platform"].get("os") == "linux"
     }
     return ImageManifest(found["digest"], platforms)
 
@@ -192,13 +205,17 @@ def _manifest(machine: Machine, reference: str) -> ImageManifest | Unknown:
 def _json_object(text: str) -> Mapping[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _mib(text: str) -> int | None:
-    return int(text) * 2**20 if text.strip().isdigit() else None
+    return int(text) * 2**20 if is_number(text.strip()) else None
 
 
 def _said(answer: Ran, program: str) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from vllm_h3_plugin.preflight import probe
 from vllm_h3_plugin.preflight.check import Check, State
 from vllm_h3_plugin.preflight.checks import accelerators, containers, files, room, system
-from vllm_h3_plugin.preflight.expected import Expected, Kind
+from vllm_h3_plugin.preflight.expected import CONTAINER_USER, Expected, Kind
 from vllm_h3_plugin.preflight.facts import Docker
 from vllm_h3_plugin.preflight.need import GIB
-from vllm_h3_plugin.preflight.survey import Survey
+from vllm_h3_plugin.preflight.survey import Survey, readable_by
 from vllm_h3_plugin.preflight.wanted import size_bytes
 
 
@@ -129,6 +129,11 @@ def _port(survey: Survey) -> Check:
     return system.port(profile.address, profile.port, survey.machine.bind(profile.address, profile.port))
 
 
+def _mounted_checkpoint(survey: Survey) -> Check:
+    root, leading_out, unreadable = survey.as_mounted(CONTAINER_USER)
+    return files.mounted_checkpoint(root, leading_out, unreadable, CONTAINER_USER)
+
+
 def _memory_limit(survey: Survey) -> Check:
     text = survey.wanted.memory_limit
     unified = survey.wanted.expected.kind is Kind.SPARK
@@ -141,7 +146,8 @@ def _access(survey: Survey) -> Check:
     key = None
     if file is not None:
         key = survey.machine.read(file) if survey.machine.exists(file) else b""
-    return system.access(survey.wanted.profile.address, file, key, contained=contained)
+    readable = file is None or readable_by(file, CONTAINER_USER)
+    return system.access(survey.wanted.profile.address, file, key, contained=contained, readable=readable)
 
 
 def _shared_memory(survey: Survey) -> Check:
@@ -167,6 +173,7 @@ STEPS: tuple[Step, ...] = (
     Step("licence", lambda s: files.licence(s.values), ("settings",), _real),
     Step("docker", lambda s: containers.engine(s.docker), (), _containers),
     Step("compose", lambda s: containers.compose(probe.compose(s.machine)), ("docker",), _containers),
+    Step("buildx", lambda s: containers.buildx(probe.buildx(s.machine)), ("docker",), _containers),
     Step("NVIDIA runtime", _nvidia_runtime, ("docker",), lambda e: e.containers and e.cuda),
     Step(
         "image",
@@ -191,6 +198,7 @@ STEPS: tuple[Step, ...] = (
         _ascend,
     ),
     Step("checkpoint", lambda s: files.checkpoint(s.inventory, s.checkpoint)),
+    Step("checkpoint in the container", _mounted_checkpoint, ("checkpoint",), _containers),
     Step("recipe", lambda s: files.recipe(s.need), ("settings",)),
     Step("memory", _unified_memory, ("settings", "recipe"), lambda e: e.kind is Kind.SPARK),
     Step("memory", _device_memory, ("GPU", "settings", "recipe"), lambda e: e.kind is Kind.NVIDIA),

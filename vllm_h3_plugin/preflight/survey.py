@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,26 @@ MOUNT = Path("/checkpoint")
 
 CACHE_VOLUMES = {Kind.ASCEND: "vllm-h3-ascend_cache"}
 """Volume of the cache, by the names in the compose files, where it is not ``vllm-h3_cache``."""
+
+
+def expanded(path: Path) -> Path:
+    """A path with ``~`` replaced where there is such a user."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
+
+
+def readable_by(path: Path, user: int) -> bool:
+    """Whether a user that owns nothing else may read a file, or look into a folder, by its mode; True if unknown."""
+    try:
+        found = path.stat()
+    except OSError:
+        return True
+    shift = 6 if found.st_uid == user else 3 if found.st_gid == user else 0
+    wanted = 0o5 if stat.S_ISDIR(found.st_mode) else 0o4
+    return (found.st_mode >> shift) & wanted == wanted
+
 
 Hasher = Callable[[Iterable[ShardFile]], Mapping[Path, Hashed]]
 
@@ -94,7 +115,7 @@ class Survey:
     def checkpoint(self) -> Path | None:
         """The checkpoint's folder. Absolute: the host finds a partition by its folder's name, which "." has not."""
         path = self.wanted.profile.checkpoint
-        return None if path is None else Path(os.path.abspath(path.expanduser()))
+        return None if path is None else Path(os.path.abspath(expanded(path)))
 
     @cached_property
     def inventory(self) -> Inventory | Unknown:
@@ -107,6 +128,20 @@ class Survey:
             return take_inventory(path, None if task == "auto" else task)
         except OSError as exc:
             return Unknown(exc.strerror or str(exc))
+
+    def as_mounted(self, user: int) -> tuple[Path, list[Path], list[Path]]:
+        """The folder that a container mounts; links below the partition that leave it; what ``user`` may not read."""
+        path = self.checkpoint
+        assert path is not None
+        root = path.parent
+        real = root.resolve()
+        leading_out, unreadable = [], []
+        for entry in (root, path, *sorted(path.rglob("*"))):
+            if entry.is_symlink() and not entry.resolve().is_relative_to(real):
+                leading_out.append(entry)
+            elif not readable_by(entry, user):
+                unreadable.append(entry)
+        return root, leading_out, unreadable
 
     @cached_property
     def need(self) -> Need | H3Error:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from vllm_h3_plugin import settings
 from vllm_h3_plugin.errors import SettingsError
-from vllm_h3_plugin.preflight.check import Unknown
+from vllm_h3_plugin.preflight.check import Unknown, is_number
 from vllm_h3_plugin.preflight.dotenv import EnvFile, parse_env
 from vllm_h3_plugin.preflight.expected import Expected, Kind, expected_of
-from vllm_h3_plugin.preflight.machine import Machine
+from vllm_h3_plugin.preflight.machine import READ_LIMIT, Machine
 from vllm_h3_plugin.serving.profile import Profile, load_profile
 
 DEFAULT_PROFILE = "spark"
@@ -81,7 +81,7 @@ class Wanted:
     def cards(self) -> tuple[int, ...]:
         """Numbers of the Ascend cards that compose passes: ASCEND_CARD_0 and so on, by default 0, 1, 2, 3."""
         chosen = (self.variables.get(f"ASCEND_CARD_{n}", str(n)) for n in range(self.expected.cards))
-        return tuple(int(number) for number in chosen if number.isdigit())
+        return tuple(int(number) for number in chosen if is_number(number))
 
     @property
     def key_file(self) -> Path | None:
@@ -120,7 +120,7 @@ def resolve(machine: Machine, flags: Flags) -> Wanted:
         "checkpoint": flags.checkpoint or _checkpoint(variables),
         "recipe": flags.recipe,
         "port": flags.port or _port(variables),
-        "address": variables.get("VLLM_H3_BIND"),
+        "address": variables["VLLM_H3_BIND"].strip("[]") if "VLLM_H3_BIND" in variables else None,
     }
     profile = load_profile(name).with_flags({key: value for key, value in chosen.items() if value is not None})
     expected = expected_of(name, profile, containers=not flags.without_docker)
@@ -130,24 +130,35 @@ def resolve(machine: Machine, flags: Flags) -> Wanted:
 def size_bytes(text: str) -> int | None:
     """Bytes of a size as compose writes it (``8g``, ``512m``, ``1024``); None if it is none."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([bkmg]?)b?", text.strip().lower())
-    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+    try:
+        return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+    except OverflowError:
+        return None
 
 
 def _env_file(machine: Machine, path: Path, *, required: bool) -> EnvFile | Unknown | None:
-    if not required and not machine.exists(path):
-        return None
+    if not machine.exists(path):
+        if path.is_symlink():
+            return Unknown(f"{path} is a link that leads nowhere")
+        if not required:
+            return None
     raw = machine.read(path)
-    return raw if isinstance(raw, Unknown) else parse_env(raw, name=str(path), environ=machine.environ)
+    if isinstance(raw, Unknown):
+        return raw
+    if len(raw) >= READ_LIMIT:
+        return Unknown(f"{path} is larger than 1 MiB, which no .env is")
+    return parse_env(raw, name=str(path), environ=machine.environ)
 
 
 def _known(machine: Machine, folder: Path) -> frozenset[str]:
-    names = {*settings.known_variables(), *COMPOSE_VARIABLES}
+    names: set[str] = set()
     for file in machine.names(folder):
         if re.fullmatch(r"(docker-)?compose.*\.ya?ml", file):
             raw = machine.read(folder / file)
             if not isinstance(raw, Unknown):
                 names |= set(re.findall(r"\$\{?([A-Z_][A-Z0-9_]*)", raw.decode("utf-8", "replace")))
-    return frozenset(names)
+    # A compose file hands on what it names and nothing else: a setting that it does not name reaches no server.
+    return frozenset({*names, *COMPOSE_VARIABLES} if names else {*settings.known_variables(), *COMPOSE_VARIABLES})
 
 
 def _checkpoint(variables: Mapping[str, str]) -> Path | None:
@@ -159,6 +170,6 @@ def _port(variables: Mapping[str, str]) -> int | None:
     text = variables.get("VLLM_H3_PORT")
     if text is None:
         return None
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
+    if not is_number(text) or not 1 <= int(text) <= 65535:
         raise SettingsError(f"VLLM_H3_PORT={text!r}", why="it is no TCP port", fix="Set it to a number such as 8000.")
     return int(text)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +35,10 @@ class Answer:
     retry_after: str | None = None
 
     def json(self) -> dict[str, Any] | None:
-        """The body if it is a JSON object."""
+        """The body if it is a JSON object. Texts in it can be printed and written, whatever was sent."""
         try:
-            body = json.loads(self.text)
-        except ValueError:
+            body = _printable(json.loads(self.text))
+        except (ValueError, RecursionError):
             return None
         return body if isinstance(body, dict) else None
 
@@ -46,9 +47,9 @@ class Answer:
         """What an error body says: an OpenAI-style ``error.message``, FastAPI's ``detail``, or its first words."""
         body = self.json()
         if body is None:
-            return self.text[:_SHOWN].strip() or "the body is empty"
+            return without_controls(self.text[:_SHOWN]).strip() or "the body is empty"
         error = body.get("error") or body.get("detail") or body
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:_SHOWN]
+        return without_controls(str(error.get("message", error) if isinstance(error, dict) else error)[:_SHOWN])
 
 
 def ask(http: httpx.Client, deadline: Deadline, method: str, path: str, **options: Any) -> Answer:
@@ -69,10 +70,60 @@ def ask(http: httpx.Client, deadline: Deadline, method: str, path: str, **option
                     why="it is no answer of the video API",
                     fix="Check --url: something else may listen there.",
                 )
-        text = body.decode(answer.encoding or "utf-8", errors="replace")
+        text = _without_key(_decoded(bytes(body), answer.encoding), http)
         return Answer(
             answer.status_code, text, answer.headers.get("location"), retry_after=answer.headers.get("retry-after")
         )
+
+
+def _decoded(body: bytes, encoding: str | None) -> str:
+    """A body as text. What calls itself an encoding may be none, or none of text."""
+    try:
+        return body.decode(encoding or "utf-8", errors="replace")
+    except (LookupError, AttributeError, ValueError):
+        return body.decode("utf-8", errors="replace")
+
+
+def _without_key(text: str, http: httpx.Client) -> str:
+    """A text in which the key that was sent does not stand, should the server have echoed it."""
+    key = http.headers.get("authorization", "").removeprefix("Bearer ")
+    return text.replace(key, "***") if key else text
+
+
+def without_controls(text: str) -> str:
+    """A text that a terminal prints and does not obey."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
+
+
+def _printable(value: Any) -> Any:
+    """JSON values with half surrogate pairs replaced: no encoding can write them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
+def finite(value: object) -> float | None:
+    """A number of an answer, if it is one that can be reckoned with."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def count(value: object) -> int | None:
+    """A number of steps or the like, if it is one."""
+    number = finite(value)
+    return int(number) if number is not None and number >= 0 else None
+
+
+def mapping(value: object) -> dict[str, Any]:
+    """A JSON object, empty where there is something else."""
+    return value if isinstance(value, dict) else {}
 
 
 def refusal(answer: Answer, what: str) -> H3Error:

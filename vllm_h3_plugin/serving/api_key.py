@@ -17,7 +17,7 @@ def read_api_key(path: Path) -> str:
     """
     what = f"H3_API_KEY_FILE={path}"
     try:
-        words = path.read_text(encoding="utf-8").split()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
         raise SettingsError(
@@ -25,10 +25,25 @@ def read_api_key(path: Path) -> str:
             why=reason or str(exc),
             fix="Name a file with the key that the server's user may read (in the container that is user id 10001).",
         ) from exc
-    if len(words) != 1:
+    why = fault_of_key(text.strip())
+    if why:
         raise SettingsError(
             what,
-            why="it is empty" if not words else "it holds more than one word",
+            why=why,
             fix="Write one key into it: `openssl rand -hex 32 > FILE`; or unset the variable to serve without a key.",
         )
-    return words[0]
+    return text.strip()
+
+
+def fault_of_key(key: str) -> str:
+    """What keeps a text from being a key, without a word of it; empty if nothing does.
+
+    A key travels in an HTTP header: one word of printable ASCII.
+    """
+    if not key:
+        return "it is empty"
+    if len(key.split()) > 1:
+        return "it holds more than one word"
+    if not all("!" <= letter <= "~" for letter in key):
+        return "it holds characters that a header cannot carry; a key is letters, digits and ASCII signs"
+    return ""

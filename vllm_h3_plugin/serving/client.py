@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 
 from vllm_h3_plugin import settings
-from vllm_h3_plugin.errors import H3Error, ServerError, UsageError
-from vllm_h3_plugin.serving.answers import ask, describe, refusal, unreachable
-from vllm_h3_plugin.serving.api_key import read_api_key
+from vllm_h3_plugin.errors import H3Error, ServerError, SettingsError, UsageError
+from vllm_h3_plugin.serving.answers import ask, describe, finite, refusal, unreachable
+from vllm_h3_plugin.serving.api_key import fault_of_key, read_api_key
 from vllm_h3_plugin.serving.download import download
 from vllm_h3_plugin.serving.limits import Deadline, Limits
 from vllm_h3_plugin.serving.watching import LOST_TOUCH, OnLook, Outcome, Watch, rest, watch
@@ -94,10 +94,17 @@ def callers_key() -> str | None:
     """The key that a caller sends: from the file that ``H3_API_KEY_FILE`` names, else ``VLLM_API_KEY``.
 
     Raises:
-        SettingsError: the file holds no key.
+        SettingsError: the file or the variable holds no key; the message holds nothing of it.
     """
     path = settings.load().api_key_file
-    return read_api_key(path) if path else os.environ.get("VLLM_API_KEY") or None
+    if path:
+        return read_api_key(path)
+    key = os.environ.get("VLLM_API_KEY") or None
+    if key is not None and (why := fault_of_key(key)):
+        raise SettingsError(
+            "VLLM_API_KEY", why=why, fix="Set it to the server's key, or name a file in H3_API_KEY_FILE."
+        )
+    return key
 
 
 class VideoClient:
@@ -208,7 +215,8 @@ class VideoClient:
         job = answer.json()
         if not 200 <= answer.status < 300:
             raise refusal(answer, "create a video")
-        if job is None or not job.get("id"):
+        name = None if job is None else job.get("id")
+        if job is None or not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _ID:
             raise ServerError(
                 f"POST /v1/videos gave HTTP {answer.status} without a job",
                 why=answer.message,
@@ -241,7 +249,8 @@ class VideoClient:
                 return None
             seen_s = time.monotonic() - began - (running or 0.0)
             generation = job.get("inference_time_s")
-            times = running, float(generation) if isinstance(generation, int | float) else seen_s
+            counted = finite(generation)
+            times = running, seen_s if counted is None else counted
             if job["status"] != "completed":
                 return Outcome(job, *times)
             started = time.monotonic()
@@ -260,6 +269,10 @@ class VideoClient:
         raise AssertionError("the last attempt returns or raises")
 
 
+_ID = 200
+"""Characters that the id of a job may have."""
+
+
 def _checked(url: str) -> str:
     fault: H3Error = UsageError(f"--url {url}", why="it is no address", fix="Give one such as http://127.0.0.1:8000.")
     try:
@@ -268,6 +281,12 @@ def _checked(url: str) -> str:
         raise fault from exc
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise fault
+    if parsed.userinfo:
+        raise UsageError(
+            "--url with a user name or password",
+            why="it would be kept beside the clip and shown in errors",
+            fix="Give the address alone; a server's key goes into the file of H3_API_KEY_FILE.",
+        )
     return url
 
 

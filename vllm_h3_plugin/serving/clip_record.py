@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_h3_plugin.checkpoint.atomic import replacing
 from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.serving.answers import mapping
 from vllm_h3_plugin.serving.client import VideoRequest
 
 _SAME_SERVER = ("plugin", "content_sha256", "host", "recipes", "backends")
@@ -155,11 +156,11 @@ def require_record(path: Path) -> Record:
 
 def server_facts(info: dict[str, Any]) -> dict[str, Any]:
     """What a clip's bytes depend on, and who made it, from ``/v1/h3/info``."""
-    workers = info.get("workers") or []
-    provenance = info.get("provenance") or {}
+    workers = [mapping(worker) for worker in info["workers"]] if isinstance(info.get("workers"), list) else []
+    provenance = mapping(info.get("provenance"))
     return {
         "plugin": info.get("plugin"),
-        "content_sha256": (provenance.get("plugin") or {}).get("content_sha256"),
+        "content_sha256": mapping(provenance.get("plugin")).get("content_sha256"),
         "host": info.get("host"),
         "recipes": [worker.get("recipe") for worker in workers],
         "backends": [worker.get("backend") for worker in workers],

@@ -21,12 +21,16 @@ import httpx
 
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.errors import HostError, ServerError
+from vllm_h3_plugin.serving.answers import ask, mapping
 from vllm_h3_plugin.serving.client import authorization
 from vllm_h3_plugin.serving.command import ServerCommand
+from vllm_h3_plugin.serving.limits import Deadline
 from vllm_h3_plugin.serving.log_cause import COLOUR, most_telling_line
 
 PIPELINE = "vllm_h3_plugin.host.pipeline.MiniMaxH3Pipeline"
 _PR_SET_PDEATHSIG = 1
+_PROOF_S = 60.0
+"""How long the whole answer of ``/v1/h3/info`` may take."""
 
 
 def check_port_free(address: str, port: int) -> None:
@@ -210,15 +214,16 @@ def prove_active(http: httpx.Client) -> dict[str, Any]:
     Raises:
         HostError: no such route, another version, or a pipeline that is not the plugin's.
     """
-    answer = http.get("/v1/h3/info")
-    if answer.status_code != 200:
+    answer = ask(http, Deadline(_PROOF_S), "GET", "/v1/h3/info")
+    if answer.status != 200:
         raise HostError(
             "the server answers, but vllm-h3-plugin is not active in it",
-            why=f"GET /v1/h3/info gave {answer.status_code}",
+            why=f"GET /v1/h3/info gave {answer.status}",
             fix="Start it with `vllm-h3 serve`; run `vllm-h3 doctor` in the same environment.",
         )
-    info: dict[str, Any] = answer.json()
-    workers = info.get("workers") or []
+    info = answer.json() or {}
+    told = info.get("workers")
+    workers = [mapping(worker) for worker in told] if isinstance(told, list) else []
     foreign = [worker.get("pipeline") for worker in workers if worker.get("pipeline") != PIPELINE]
     if info.get("plugin") != __version__ or not workers or foreign:
         raise HostError(

@@ -12,12 +12,24 @@ from urllib.parse import quote
 import httpx
 
 from vllm_h3_plugin.errors import ServerError
-from vllm_h3_plugin.serving.answers import Answer, ask, describe, refusal
+from vllm_h3_plugin.serving.answers import (
+    Answer,
+    ask,
+    count,
+    describe,
+    finite,
+    mapping,
+    refusal,
+    without_controls,
+)
 from vllm_h3_plugin.serving.limits import Deadline, Limits
 
 LOST_TOUCH = "lost touch"
 _POLL_S = 0.25
 _POLL_MOST_S = 2.0
+_GOES_ON = ("queued", "in_progress")
+_PHASE = 80
+"""Characters of a phase that are shown."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Outcome:
     """How a job ended, and its times in seconds.
 
     Attributes:
-        job: the job as the server describes it; ``status`` is ``completed`` or ``failed``.
+        job: the job as the server describes it; every ``status`` but ``completed`` is a failure.
         queue_s: until it was in progress; None if that was not seen.
         generation_s: in progress, as the server counts it, else as it was seen.
         download_s, nbytes: of the clip; None and 0 for a failed job.
@@ -103,7 +115,9 @@ def watch(
         now = time.monotonic()
         if job is not None:
             away_since, attempt = None, 0
-            if job["status"] in ("completed", "failed"):
+            if job["status"].lower() == "completed":
+                return {**job, "status": "completed"}
+            if job["status"] not in _GOES_ON:
                 return job
             seen = _look(http, job, now - began, deadline)
             left = pace.seconds_left(job, seen)
@@ -143,13 +157,13 @@ class _Pace:
 
         None too while nothing moves: a job that is stuck earns no more time.
         """
-        left = job.get("seconds_left")
+        left = finite(job.get("seconds_left"))
         now = (seen.phase, seen.step, left)
         if now == self._last:
             return None
         self._last = now
-        if isinstance(left, int | float):
-            return float(left)
+        if left is not None:
+            return left
         if seen.steps is None or not seen.step:
             return None
         if self._first is None or seen.step <= self._first.step:
@@ -163,10 +177,10 @@ def _look(http: httpx.Client, job: dict[str, Any], seconds: float, deadline: Dea
     percent = job.get("progress")
     return Watch(
         seconds,
-        str(job["status"]),
-        str(told.get("phase") or job["status"]),
-        int(told.get("step") or 0),
-        told.get("steps"),
+        job["status"],
+        without_controls(str(told.get("phase") or job["status"]))[:_PHASE],
+        count(told.get("step")) or 0,
+        count(told.get("steps")),
         percent if isinstance(percent, int) and 0 < percent < 100 else None,
     )
 
@@ -177,7 +191,7 @@ def _progress(http: httpx.Client, deadline: Deadline) -> dict[str, Any]:
         answer = ask(http, deadline, "GET", "/v1/h3/info")
     except httpx.RequestError:
         return {}
-    return ((answer.json() or {}).get("progress") or {}) if answer.status == 200 else {}
+    return mapping(mapping(answer.json()).get("progress")) if answer.status == 200 else {}
 
 
 def _job(answer: Answer) -> dict[str, Any] | None:

@@ -98,6 +98,16 @@ def test_a_checkpoint_folder_alone_is_enough(
     assert "--quantization" not in answer["argv"] and answer["environment"]["H3_RECIPE"] == "bf16"
 
 
+def test_who_has_not_accepted_the_licence_gets_no_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("H3_REFERENCE", raising=False)
+    monkeypatch.setenv("H3_ACCEPT_LICENSE", "no")
+    assert run("serve", "spark", "-c", str(tmp_path)) == 2
+    assert "H3_ACCEPT_LICENSE says no" in capsys.readouterr().err
+    assert run("serve", "reference", "-c", str(tmp_path / "nowhere")) == 3  # nothing to accept there
+
+
 def test_unknown_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("serve", "sprak") == 2
     assert "Did you mean spark" in capsys.readouterr().err

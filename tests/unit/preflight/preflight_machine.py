@@ -57,6 +57,7 @@ def healthy_commands() -> dict[str, Ran | Unknown]:
         "docker image inspect": Ran(1, "", "Error: No such image"),
         "docker volume inspect": Ran(1, "", "Error: no such volume"),
         "docker buildx imagetools inspect": Ran(0, manifest()),
+        "docker buildx version": Ran(0, "github.com/docker/buildx v0.27.0\n"),
         "nvidia-smi --query-gpu": Ran(0, SPARK_GPU),
         "nvidia-smi --query-compute-apps": Ran(0, ""),
         "npu-smi info": Unknown("npu-smi is not installed, or not on PATH"),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +12,13 @@ import pytest
 
 from tests.unit.preflight.preflight_machine import (
     ASCEND_FILES,
+    DOCKER_INFO,
     GIB,
     IMAGE,
     NPU_SMI_BUSY,
     NPU_SMI_IDLE,
     PINNED,
+    SPARK_GPU,
     MadeMachine,
     Preflight,
     docker_info,
@@ -24,6 +28,7 @@ from vllm_h3_plugin.cli.main import main
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.machine import Kernel, Ran
 
+ROOT = Path(__file__).resolve().parents[3]
 H200 = "0, NVIDIA H200, 580.95.05, 9.0, 143771, 143000\n"
 
 
@@ -33,7 +38,7 @@ def test_a_spark_in_good_order_is_ready(preflight: Preflight) -> None:
     assert set(done.states) == {
         *("architecture", "system", "clock", ".env", "settings", "licence", "docker", "compose", "NVIDIA runtime"),
         *("image", "GPU", "driver", "other processes", "checkpoint", "recipe", "memory", "memory limit", "swap"),
-        *("/dev/shm", "disk", "port", "access"),
+        *("/dev/shm", "disk", "port", "access", "buildx", "checkpoint in the container"),
     }
     assert "this machine is ready for profile spark" in done.out
 
@@ -44,7 +49,14 @@ def test_memory_that_nvidia_smi_calls_not_available_is_normal_on_a_spark(preflig
 
 def test_nothing_is_run_that_could_change_the_machine(preflight: Preflight, machine: MadeMachine) -> None:
     preflight()
-    docker = ("info", "compose version", "image inspect", "volume inspect", "buildx imagetools inspect")
+    docker = (
+        "info",
+        "compose version",
+        "image inspect",
+        "volume inspect",
+        "buildx imagetools inspect",
+        "buildx version",
+    )
     queries = (*(f"docker {words}" for words in docker), "nvidia-smi --query", "timedatectl show")
     assert machine.asked
     for line in machine.asked:
@@ -142,8 +154,8 @@ def test_without_an_engine_what_stands_on_it_is_left_out(
     done = preflight()
     assert (done.code, done.failed) == (1, ["docker"])
     assert remedy in done.check("docker")["remedy"]
-    assert set(done.answer["skipped"]) == {"compose", "NVIDIA runtime", "image", "disk"}
-    assert "not looked at until docker is right: compose, NVIDIA runtime, image, disk" in done.out
+    assert set(done.answer["skipped"]) == {"compose", "buildx", "NVIDIA runtime", "image", "disk"}
+    assert "not looked at until docker is right: compose, buildx, NVIDIA runtime, image, disk" in done.out
     assert not any("imagetools" in line for line in machine.asked)
 
 
@@ -448,3 +460,105 @@ def test_deep_needs_a_list_and_finds_a_changed_shard(
     bad = preflight("--deep")
     assert bad.failed == ["checksums"]
     assert shard.name in bad.check("checksums")["detail"]
+
+
+def test_links_that_lead_out_of_the_mounted_folder_are_found_before_a_container_cannot_follow_them(
+    preflight: Preflight, checkpoint: Path, tmp_path: Path
+) -> None:
+    shard = next(checkpoint.rglob("*.safetensors"))
+    blob = tmp_path / "blobs" / "ab12"
+    blob.parent.mkdir()
+    shard.rename(blob)
+    shard.symlink_to(blob)
+    done = preflight()
+    assert done.failed == ["checkpoint in the container"]
+    assert str(shard) in done.check("checkpoint in the container")["detail"]
+    assert "cp -rL" in done.check("checkpoint in the container")["remedy"]
+    assert preflight("--without-docker").failed == []
+
+
+def test_weights_that_the_containers_user_may_not_read_are_named(preflight: Preflight, checkpoint: Path) -> None:
+    checkpoint.chmod(0o700)
+    done = preflight()
+    assert done.failed == ["checkpoint in the container"]
+    assert "10001" in done.check("checkpoint in the container")["detail"]
+    assert "chmod -R o+rX" in done.check("checkpoint in the container")["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("H3_API_KEY_FILE=./key", "VLLM_H3_API_KEY_FILE"),
+        ("VLLM_API_KEY=abc", "VLLM_H3_API_KEY_FILE"),
+        ("H3_CACHE_DIR=/big", "volume"),
+    ],
+)
+def test_a_setting_that_compose_does_not_hand_on_is_no_setting(preflight: Preflight, line: str, instead: str) -> None:
+    shutil.copy(ROOT / "compose.yaml", "compose.yaml")
+    Path(".env").write_text(f"{line}\n")
+    done = preflight()
+    assert ".env" in done.failed and instead in done.check(".env")["remedy"]
+    assert line.partition("=")[2] not in done.check(".env")["detail"]
+
+
+def test_a_key_file_that_is_no_key_or_that_the_container_may_not_read(preflight: Preflight) -> None:
+    Path(".env").write_text("VLLM_H3_API_KEY_FILE=key\n")
+    Path("key").write_text("two words\n")
+    done = preflight()
+    assert done.failed == ["access"] and "two words" not in done.out
+    Path("key").write_text("k" * 32)
+    Path("key").chmod(0o600)
+    done = preflight()
+    assert done.failed == ["access"] and "chown 10001" in done.check("access")["remedy"]
+    Path("key").chmod(0o644)
+    assert preflight().failed == []
+
+
+def test_docker_without_buildx_cannot_build(preflight: Preflight, machine: MadeMachine) -> None:
+    machine.commands["docker buildx version"] = Ran(1, "", "docker: 'buildx' is not a docker command.")
+    done = preflight()
+    assert done.failed == ["buildx"] and "docker-buildx-plugin" in done.check("buildx")["remedy"]
+
+
+ODD_DOCKER = [
+    {"Runtimes": [{"a": 1}]},
+    {"DiscoveredDevices": ["nvidia.com/gpu=0"]},
+    {"ServerErrors": {"a": "b"}},
+]
+
+
+@pytest.mark.parametrize("odd", ODD_DOCKER)
+def test_odd_answers_of_docker_are_answers(preflight: Preflight, machine: MadeMachine, odd: dict[str, object]) -> None:
+    machine.commands["docker info"] = Ran(0, json.dumps({**DOCKER_INFO, **odd}))
+    assert preflight().states
+
+
+def test_numbers_in_other_scripts_and_values_without_end_are_no_traceback(
+    preflight: Preflight, machine: MadeMachine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.commands["nvidia-smi --query-gpu"] = Ran(0, SPARK_GPU.replace("0, NVIDIA", "\u00b2, NVIDIA"))
+    machine.commands["docker compose version"] = Ran(0, "\u00b2.1\n")
+    machine.commands["docker buildx imagetools inspect"] = Ran(0, '{"digest": "sha256:ab", "manifests": [null]}')
+    assert {"GPU", "compose"} <= set(preflight().failed)
+    Path(".env").write_text(f"VLLM_H3_MEMORY_LIMIT={'9' * 400}g\n")
+    assert "memory limit" in preflight().failed
+    Path(".env").write_text("A0=xx\n" + "".join(f"A{n + 1}=$A{n}$A{n}\n" for n in range(60)))
+    assert "grows beyond" in preflight().check(".env")["detail"]
+    Path(".env").write_text("VLLM_H3_PORT=\u00b2\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["preflight"])
+    assert ended.value.code == 2 and "VLLM_H3_PORT" in capsys.readouterr().err
+
+
+def test_an_env_file_that_leads_nowhere_or_is_enormous_is_not_taken_for_none(preflight: Preflight) -> None:
+    Path(".env").symlink_to("gone")
+    assert "leads nowhere" in preflight().check(".env")["detail"]
+    Path(".env").unlink()
+    Path(".env").write_bytes(b"#" * (1 << 20))
+    assert "larger than 1 MiB" in preflight().check(".env")["detail"]
+
+
+def test_a_checkpoint_one_folder_too_deep_names_the_one_above(preflight: Preflight, checkpoint: Path) -> None:
+    Path(".env").write_text(f"VLLM_H3_CHECKPOINT={checkpoint}\n")
+    done = preflight(where=None)
+    assert "checkpoint" in done.failed and str(checkpoint.parent) in done.check("checkpoint")["remedy"]

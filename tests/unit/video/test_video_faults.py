@@ -179,3 +179,13 @@ def test_probing_opens_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not verify(path).ok
         with pytest.raises(TimeoutError):
             server.accept()
+
+
+def test_a_file_of_one_word_may_be_a_key_and_is_not_shown(tmp_path: Path) -> None:
+    from vllm_h3_plugin.video.verdict import Expectation
+    from vllm_h3_plugin.video.verify import verify
+
+    file = tmp_path / "api-key"
+    file.write_text("5ecret" * 8 + "\n")
+    error = verify(file, Expectation()).error()
+    assert error is not None and "5ecret" not in error.report() and "one word" in error.report()

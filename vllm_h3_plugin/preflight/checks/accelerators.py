@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_h3_plugin.preflight.check import Check, Unknown, failed, passed, warned
+from vllm_h3_plugin.preflight.check import Check, Unknown, failed, is_number, passed, warned
 from vllm_h3_plugin.preflight.expected import Expected, Kind
 from vllm_h3_plugin.preflight.facts import Ascend, DeviceProcess, Gpu
 
@@ -56,7 +56,7 @@ def driver(found: tuple[Gpu, ...], expected: Expected) -> Check:
     version = found[0].driver
     branch = version.partition(".")[0]
     remedy = f"Install driver {MIN_DRIVER} or later and restart the machine."
-    if not branch.isdigit():
+    if not is_number(branch):
         return warned(name, f"version {version!r} is not understood; {MIN_DRIVER} or later is needed", remedy)
     if int(branch) < MIN_DRIVER:
         return failed(name, f"{version}; CUDA 13 needs {MIN_DRIVER} or later", remedy)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_h3_plugin.preflight.check import Check, Unknown, failed, passed, warned
+from vllm_h3_plugin.preflight.check import Check, Unknown, failed, is_number, passed, warned
 from vllm_h3_plugin.preflight.facts import Docker, Image
 
 _REGISTRY_NAMES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -37,9 +37,21 @@ def compose(found: str | Unknown) -> Check:
     if isinstance(found, Unknown):
         return failed(name, f"`docker compose` does not run: {found.reason}", remedy)
     major = found.lstrip("v").partition(".")[0]
-    if not major.isdigit() or int(major) < 2:
+    if not is_number(major) or int(major) < 2:
         return failed(name, f"version {found}; 2 or later is needed", remedy)
     return passed(name, f"version {found}")
+
+
+def buildx(found: str | Unknown) -> Check:
+    """buildx, as docker's plugin."""
+    name = "buildx"
+    if isinstance(found, Unknown):
+        return failed(
+            name,
+            f"`docker buildx` does not run, and `make build` needs it: {found.reason}",
+            "Install docker's buildx plugin: sudo apt-get install docker-buildx-plugin",
+        )
+    return passed(name, found)
 
 
 def nvidia_runtime(found: Docker) -> Check:

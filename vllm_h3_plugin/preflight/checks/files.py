@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import shlex
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from vllm_h3_plugin.checkpoint.checksums import Verdicts
@@ -12,7 +13,7 @@ from vllm_h3_plugin.checkpoint.inventory import Inventory
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.preflight.check import Check, Unknown, failed, passed, warned
 from vllm_h3_plugin.preflight.dotenv import EnvFile
-from vllm_h3_plugin.settings import PREFIX, Settings
+from vllm_h3_plugin.settings import PREFIX, Settings, known_variables
 
 LICENCE = (
     "the community licence of the MiniMax-H3 weights. It excludes the United States, the European Union, the United "
@@ -20,7 +21,17 @@ LICENCE = (
 )
 
 _LISTED = 6
-_OURS = (PREFIX, "VLLM_H3_")
+_OURS = (PREFIX, "VLLM_H3_", "VLLM_API_KEY")
+_PARTITIONS = ("FL2VA", "Ref2VA")
+_INSTEAD = {
+    "H3_API_KEY_FILE": "Use VLLM_H3_API_KEY_FILE: a server in a container gets its key as a secret file.",
+    "VLLM_API_KEY": "Use VLLM_H3_API_KEY_FILE: a server in a container gets its key as a secret file.",
+    "H3_CACHE_DIR": "Remove it: in a container the cache is a volume.",
+    "H3_RUN_DIR": "Remove it: the server makes its own.",
+    "H3_FFMPEG": "Remove it: the image has its own.",
+    "H3_REFERENCE": "Remove it, and choose VLLM_H3_PROFILE=reference if you mean it.",
+}
+"""What to do about settings that no compose file hands on."""
 
 
 def checkpoint(found: Inventory | Unknown, path: Path | None) -> Check:
@@ -38,7 +49,34 @@ def checkpoint(found: Inventory | Unknown, path: Path | None) -> Check:
         return passed(name, f"{path}: whole, {found.nbytes / 2**30:.1f} GiB, by its headers")
     first, others = found.faults[0], len(found.faults) - 1
     more = f" ({others} more: vllm-h3 inspect {path})" if others else ""
+    if path.name in _PARTITIONS and path.parent.name in _PARTITIONS:
+        above = path.parent.parent
+        return failed(name, f"{first.what}: {first.why}", f"VLLM_H3_CHECKPOINT is the folder above: {above}.")
     return failed(name, f"{first.what}: {first.why}{more}", first.fix)
+
+
+def mounted_checkpoint(root: Path, leading_out: Sequence[Path], unreadable: Sequence[Path], user: int) -> Check:
+    """The checkpoint as a container will see it: one folder, mounted, read by a user of its own.
+
+    Args:
+        root: the folder that is mounted.
+        leading_out: links below the partition whose files lie elsewhere, as in a download cache.
+        unreadable: files and folders that ``user`` may not read.
+    """
+    name = "checkpoint in the container"
+    if leading_out:
+        return failed(
+            name,
+            f"{len(leading_out)} links lead out of {root}, where no container follows; the first is {leading_out[0]}",
+            f"Put the files themselves there: cp -rL {shlex.quote(str(root))} /another/place, and name that place.",
+        )
+    if unreadable:
+        return failed(
+            name,
+            f"user id {user} of the container may not read {unreadable[0]} ({len(unreadable)} in all)",
+            f"Let others read it: chmod -R o+rX {shlex.quote(str(root))}",
+        )
+    return passed(name, f"{root}: nothing leads out of it, and user id {user} may read it")
 
 
 def checksums(found: Verdicts | H3Error) -> Check:
@@ -109,8 +147,8 @@ def env_file(found: EnvFile | Unknown | None, path: Path, known: Collection[str]
         remedies = [oddity.remedy for oddity in oddities]
         for key in unread:
             texts.append(f"line {found.lines[key]}: nothing reads {key}")
-            near = next(iter(difflib.get_close_matches(key, known, n=1, cutoff=0.6)), "")
-            remedies.append(f"Did you mean {near}?" if near else f"Remove {key}.")
+            near = next(iter(difflib.get_close_matches(key, {*known, *known_variables()}, n=1, cutoff=0.6)), "")
+            remedies.append(_INSTEAD.get(key) or (f"Did you mean {near}?" if near else f"Remove {key}."))
         texts += [str(oddity) for oddity in oddities if not oddity.fatal]
         return failed(name, f"{path}: {_some(texts)}", _joined(remedies))
     if found.oddities:

@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from vllm_h3_plugin.preflight.check import Check, Unknown, failed, passed, warned
-from vllm_h3_plugin.preflight.expected import Expected, Kind
+from vllm_h3_plugin.preflight.expected import CONTAINER_USER, Expected, Kind
 from vllm_h3_plugin.preflight.facts import Clock, System
+from vllm_h3_plugin.serving.api_key import fault_of_key
 
 EARLIEST = datetime(2026, 11, 1, tzinfo=UTC)
 """No machine runs this version earlier; a clock before it makes every TLS connection fail."""
@@ -80,12 +81,15 @@ def port(address: str, number: int, refused: str) -> Check:
     )
 
 
-def access(address: str, key_file: Path | None, key: bytes | Unknown | None, *, contained: bool) -> Check:
+def access(
+    address: str, key_file: Path | None, key: bytes | Unknown | None, *, contained: bool, readable: bool = True
+) -> Check:
     """Who may use the server: this machine alone, or everybody who has the key.
 
     Args:
         key: content of ``key_file``, which is not shown; empty where it is not there. None if none was named.
         contained: the server runs in a container, whose variables and user are other ones.
+        readable: the container's user may read the file.
     """
     name = "access"
     variables = ("VLLM_H3_API_KEY_FILE", "VLLM_H3_BIND") if contained else ("H3_API_KEY_FILE", "--address")
@@ -103,8 +107,17 @@ def access(address: str, key_file: Path | None, key: bytes | Unknown | None, *, 
         return warned(
             name,
             f"whether a key is in {key_file} is unknown: {key.reason}",
-            f"{'User id 10001' if contained else 'The user who serves'} must read it; or: {make}",
+            f"{f'User id {CONTAINER_USER}' if contained else 'The user who serves'} must read it; or: {make}",
         )
     if not key.strip():
         return failed(name, f"{key_file} holds no key, or is not there", f"Write one: {make}")
+    fault = fault_of_key(key.decode("utf-8", "replace").strip())
+    if fault:
+        return failed(name, f"{key_file} is no key: {fault}", f"Write one: {make}")
+    if contained and not readable:
+        return failed(
+            name,
+            f"user id {CONTAINER_USER} of the container may not read {key_file}",
+            f"Give it to that user: sudo chown {CONTAINER_USER} {key_file}",
+        )
     return passed(name, f"{address}, with the API key in {key_file}")
