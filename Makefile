@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
-.PHONY: help setup demo test test-quick test-gpu lint docs docs-check results lock clean
+.PHONY: help setup demo test test-quick test-gpu soak lint docs docs-check results lock clean
 .PHONY: preflight build up status logs down smoke verify provenance
 
 help:  ## Show this help.
@@ -96,6 +96,9 @@ down: .venv-kit/ready  ## Wait for the running job, stop the container, see the 
 
 provenance: setup  ## Say what this checkout's installation is made of, as JSON (ARGS='--sbom FILE' writes the SBOM).
 	@$(IN_HOST)/vllm-h3 provenance $(ARGS)
+
+soak: setup  ## Tests that take long: four ranks, twenty prompts in a row, on HOST.
+	@$(IN_HOST)/python -m pytest --soak -m soak $(ARGS)
 
 lint:  ## ruff, ruff format, mypy, shellcheck.
 	@"$(PYTHON)" -m tools.environment nvidia

@@ -12,10 +12,13 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,7 @@ for _name, _value in {**HOST_ENVIRONMENT, "VLLM_NO_USAGE_STATS": "1"}.items():
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vllm-h3-plugin")
     group.addoption("--accelerator", choices=sorted(NEEDS), help="Run the tests marked for this accelerator.")
+    group.addoption("--soak", action="store_true", help="Run the tests marked soak: many ranks, many prompts, long.")
     group.addoption("--report", metavar="FILE", type=Path, help="Write what ran and what could not as JSON.")
 
 
@@ -107,6 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
         only = item.get_closest_marker("only_host")
         reason = next((NEEDS[kind] for kind in NEEDS if kind != accelerator and item.get_closest_marker(kind)), None)
+        if reason is None and item.get_closest_marker("soak") and not config.getoption("--soak"):
+            reason = "takes long: run `make soak`"
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
         if reason is None and item.get_closest_marker("oracle"):
@@ -122,13 +128,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no vLLM host in this environment: `make setup` installs one"))
 
 
+@cache
 def container_refusal() -> str | None:
-    """Why no container can be built and run here; None: it can."""
+    """Why no container can be built and run here; None: it can. Tried once, since some machines let nobody mount."""
     missing = [name for name in ("buildah", "unshare", "setpriv", "chroot") if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)}: apt-get install buildah util-linux coreutils"
     if os.geteuid() != 0:
         return "needs root: a container is built and run without an engine's daemon"
+    with tempfile.TemporaryDirectory() as folder:
+        conf = Path(folder) / "storage.conf"
+        conf.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/store"\nrunroot = "{folder}/run"\n')
+        environment = {**os.environ, "CONTAINERS_STORAGE_CONF": str(conf)}
+        (Path(folder) / "mnt").mkdir()
+        trials = (
+            ("unshare", "--mount", "--propagation", "private", "mount", "-t", "tmpfs", "tmpfs", f"{folder}/mnt"),
+            ("buildah", "from", "--name", "trial", "scratch"),
+            ("buildah", "mount", "trial"),
+        )
+        try:
+            for words in trials:
+                done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+                    return f"`{' '.join(words[:2])}` is refused on this machine: {said[:200]}"
+        finally:
+            for words in (("umount", "trial"), ("rm", "trial")):
+                subprocess.run(["buildah", *words], env=environment, capture_output=True, check=False)
+            for mounted in ("store/overlay", "store"):
+                subprocess.run(["umount", f"{folder}/{mounted}"], capture_output=True, check=False)
     return None
 
 

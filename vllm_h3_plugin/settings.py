@@ -89,6 +89,23 @@ class Settings(BaseModel):
         description="Quantized snapshot. `auto`: load it if it fits, else load the checkpoint and write one. "
         "`require`: refuse to start without one that fits. `off`: neither read nor write.",
     )
+    shared_base: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="One read-only copy of the quantized weights for all ranks of the machine, mapped from the "
+        "snapshot. `auto`: where there is more than one rank. `on`: for a single rank too.",
+    )
+    resident: Literal["all", "stage"] = Field(
+        default="all",
+        description="Which weights stay on the device between stages. `all`: all of them. `stage`: those of the stage "
+        "that runs (text encoder, DiT, VAEs); they come back from host memory. `vllm-h3 serve` sets it from the "
+        "profile.",
+    )
+    resident_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB of weights that may be on the device at once with H3_RESIDENT=stage. Unset: as many as the "
+        "largest stage has.",
+    )
     verify_checksums: Path | None = Field(
         default=None,
         description="File that `vllm-h3 checksums` wrote. Every shard is held against its SHA-256 while it is read.",

@@ -187,6 +187,8 @@ def _tables(rank: int, folder: Path, weights: Weights, dit: Any, device: torch.d
         tables = pair.open(at)
         tables.activate(schedule)
         built[name] = tables.built
+        # What is done to the files next must not meet the other rank's look at them.
+        torch.distributed.barrier()
         return tables
 
     tables = activate("nowhere", own)

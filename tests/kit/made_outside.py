@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 
@@ -16,6 +18,7 @@ from tests.unit.preflight.preflight_machine import GIB, MadeMachine
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.machine import Ran
+from vllm_h3_plugin.serving.client import authorization
 from vllm_h3_plugin.serving.server import PIPELINE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +46,7 @@ class Box:
     log: list[str] = field(default_factory=list)
     project: str = "vllm-h3"
     files: str = ""
+    host_port: Any = "8000"
 
     def inspect(self, checkout: Path) -> dict[str, Any]:
         """As the engine describes it."""
@@ -67,16 +71,17 @@ class Box:
                     "com.docker.compose.project.config_files": self.files or str(checkout / "compose.yaml"),
                 },
             },
-            "NetworkSettings": {"Ports": {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": "8000"}]}},
+            "NetworkSettings": {"Ports": {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": self.host_port}]}},
         }
 
 
 @dataclass
 class Served:
-    """What the server answers; ``health`` None: nothing listens."""
+    """What the server answers; ``health`` None: nothing listens; ``fails``: path -> what comes instead."""
 
     health: int | None = None
     info_status: int = 200
+    fails: dict[str, httpx.Response | Exception] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=lambda: dict(IDLE))
     jobs: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
@@ -89,6 +94,11 @@ class Served:
             raise httpx.ReadTimeout("", request=request)
         if self.health is None:
             raise httpx.ConnectError("Connection refused", request=request)
+        instead = self.fails.get(request.url.path)
+        if isinstance(instead, Exception):
+            raise instead
+        if instead is not None:
+            return instead
         if request.url.path == "/health":
             return httpx.Response(self.health)
         if request.url.path == "/v1/videos":
@@ -171,7 +181,7 @@ class MadeOutside:
             return self.on_down()
         raise AssertionError(f"nobody said what `{line}` answers")
 
-    def lines(self, argv: Sequence[str]) -> Iterator[str]:
+    def lines(self, argv: Sequence[str], timeout_s: float | None = None) -> Iterator[str]:
         words = tuple(argv)
         self.asked.append(words)
         assert words[1] == "logs", words
@@ -179,7 +189,8 @@ class MadeOutside:
 
     def http(self, url: str, key: str | None) -> httpx.Client:
         self.keys.append(key)
-        return httpx.Client(base_url=url, transport=httpx.MockTransport(self.server.answer))
+        transport = httpx.MockTransport(self.server.answer)
+        return httpx.Client(base_url=url, transport=transport, headers=authorization(key))
 
     def held_bytes(self, pid: int) -> int | None:
         return self.processes.get(pid)
@@ -195,6 +206,10 @@ class MadeOutside:
         for event in [one for one in self._events if one[0] <= self._time]:
             self._events.remove(event)
             event[1]()
+
+    def setenv(self, name: str, value: str) -> None:
+        """Let the caller have set a variable."""
+        self.machine.environ = {**self.machine.environ, name: value}
 
     def available(self, gib: float) -> None:
         """Let MemAvailable be this much."""
@@ -249,12 +264,18 @@ def denoising(step: int = 7, *, seconds_ago: float = 1.0, each: float | None = 8
     }
 
 
-def run_verb(verb: str, *args: str, capsys: Any) -> Ended:
-    """Run a verb as a person would."""
+def run_verb(verb: str, *args: str, capsys: Any, made: bool = False) -> Ended:
+    """Run a verb as a person would, by its name, wherever the tests were started from.
+
+    Args:
+        made: by make.
+    """
     from vllm_h3_plugin.cli.main import main
 
     code: Any = 0
-    with suppress(SystemExit):
+    with suppress(SystemExit), mock.patch.dict(os.environ):
+        os.environ.pop("MAKELEVEL", None)
+        os.environ.update({"MAKELEVEL": "1"} if made else {})
         try:
             main([verb, *args])
         except SystemExit as ended:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compose files as a compose program reads them: what it makes of a ``.env``, and what it refuses."""
+"""The compose files as a compose program reads them: what it makes of a ``.env``, and what it refuses.
+
+``compose-spec.json`` is the Compose Specification's own schema (github.com/compose-spec, Apache-2.0), unchanged.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema.validators import validator_for
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("compose.yaml", "compose.ascend.yaml")
@@ -53,6 +58,16 @@ def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = yaml.safe_load(done.stdout)
     return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_file_is_one_by_the_specifications_schema(file: str) -> None:
+    schema = json.loads((Path(__file__).parent / "compose-spec.json").read_text(encoding="utf-8"))
+    check = validator_for(schema)(schema)
+    document = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
+    assert [f"{list(fault.absolute_path)}: {fault.message}" for fault in check.iter_errors(document)] == []
+    document["services"]["server"] = {"imge": "a typo"}
+    assert list(check.iter_errors(document))
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 from tests.kit.conftest import Verb
-from tests.kit.made_outside import GIB, NOW, Box, MadeOutside, denoising, job
-from vllm_h3_plugin.errors import BusyError, ServerError, ToolMissingError
+from tests.kit.made_outside import GIB, NOW, Box, MadeOutside, denoising, job, run_verb
+from vllm_h3_plugin.errors import BusyError, ServerError, SettingsError, ToolMissingError
 from vllm_h3_plugin.preflight.machine import Memory, Ran
 
 APPS = "nvidia-smi --query-compute-apps"
@@ -104,6 +105,7 @@ def test_a_job_that_does_not_move_is_not_waited_for(running: MadeOutside, verb: 
     running.at(1, lambda: freed(running))
     ended = verb("down")
     assert ended.code == 0 and "not waited for: stuck in denoising, step 7 of 50" in ended.err
+    assert "killed: job video_gen_1 (denoising" in ended.err
 
 
 def test_a_mute_server_may_hold_a_job(running: MadeOutside, verb: Verb) -> None:
@@ -117,6 +119,148 @@ def test_without_its_key_nothing_is_stopped_unasked(running: MadeOutside, verb: 
     ended = verb("down")
     assert ended.code == ServerError.exit_code and running.words == []
     assert "H3_API_KEY_FILE" in ended.err and "--now" in ended.err
+
+
+INFO, VIDEOS = "/v1/h3/info", "/v1/videos"
+NOT_KNOWN = "whether a job runs is not known, and nothing was stopped"
+
+
+@pytest.mark.parametrize(
+    ("path", "instead", "why"),
+    [
+        (INFO, httpx.Response(500), "GET /v1/h3/info gave 500"),
+        (INFO, httpx.Response(429), "GET /v1/h3/info gave 429"),
+        (INFO, httpx.Response(403), "GET /v1/h3/info gave 403"),
+        (INFO, httpx.Response(200, text="<html>"), "no server of this project"),
+        (INFO, httpx.Response(200, text="[" * 100_000), "no server of this project"),
+        (INFO, httpx.Response(200, json={}), "is not understood: it is empty"),
+        (INFO, httpx.Response(200, json=[]), "is not understood: it is no object"),
+        (INFO, httpx.Response(200, json={"plugin": "1", "progress": "busy"}), "does not say what it is at"),
+        (INFO, httpx.Response(200, json={"progress": {"phase": "idle"}, "requests": 1}), "requests are not understood"),
+        (VIDEOS, httpx.Response(500), "GET /v1/videos gave 500"),
+        (VIDEOS, httpx.Response(200, json=[]), "its list of jobs is not understood"),
+        (VIDEOS, httpx.Response(200, json={"data": ["x"]}), "its list of jobs is not understood"),
+        (VIDEOS, httpx.Response(200, json={"data": [], "has_more": True}), "its list of jobs is not whole"),
+        ("/health", httpx.ReadError("Connection reset by peer"), "Connection reset by peer"),
+        ("/health", httpx.ConnectError("Connection refused"), "Connection refused"),
+    ],
+)
+def test_where_it_is_not_said_what_runs_nothing_is_stopped_unasked(
+    running: MadeOutside, verb: Verb, path: str, instead: httpx.Response | Exception, why: str
+) -> None:
+    running.server.fails[path] = instead
+    ended = verb("down")
+    assert ended.code == ServerError.exit_code and running.words == []
+    assert NOT_KNOWN in ended.err and why in ended.err and "Whatever runs, `vllm-h3 down --now` ends it." in ended.err
+    running.on_down = lambda: (freed(running), running._down())[1]
+    ended = verb("down", "--now", "--json")
+    assert ended.code == 0 and running.words == ["down"]
+    assert "killed: not known what runs" in ended.err and why in ended.answer["killed"]
+
+
+def test_what_passes_within_ten_seconds_ends_no_wait(running: MadeOutside, verb: Verb) -> None:
+    running.server.progress = denoising()
+    running.at(4, lambda: running.server.fails.update({INFO: httpx.Response(502)}))
+    running.at(10, running.server.fails.clear)
+    running.at(20, lambda: running.server.progress.update(phase="idle"))
+    running.at(21, lambda: freed(running))
+    ended = verb("down")
+    assert ended.code == 0 and "asking what runs: GET /v1/h3/info gave 502" in ended.err
+    assert running.monotonic() >= 20
+
+
+def test_a_container_that_ends_meanwhile_has_no_job(running: MadeOutside, verb: Verb) -> None:
+    running.server.progress = denoising()
+
+    def die() -> None:
+        running.boxes[-1].status, running.server.health = "exited", None
+        freed(running)
+
+    running.at(4, die)
+    assert verb("down").code == 0 and running.words == ["down"]
+
+
+@pytest.mark.parametrize("status", ["running", None, 7])
+def test_a_job_of_unknown_status_counts_as_running(running: MadeOutside, verb: Verb, status: object) -> None:
+    running.server.jobs = [job(status=status)]
+    ended = verb("down", "--timeout", "30")
+    assert ended.code == BusyError.exit_code and running.words == [] and "video_gen_1" in ended.err
+
+
+def test_jobs_that_have_ended_are_not_waited_for(running: MadeOutside, verb: Verb) -> None:
+    running.server.jobs = [job(status="completed"), job("video_gen_2", status="failed")]
+    running.at(1, lambda: freed(running))
+    assert verb("down").code == 0 and running.words == ["down"]
+
+
+def test_a_dead_engine_with_a_job_names_it(running: MadeOutside, verb: Verb) -> None:
+    running.server.health, running.server.progress, running.server.jobs = 503, denoising(), [job()]
+    ended = verb("down")
+    assert ended.code == ServerError.exit_code and running.words == []
+    assert "/health gave 503, beside job video_gen_1" in ended.err and "vllm-h3 down --now" in ended.err
+
+
+def test_a_dead_engine_that_names_no_job_is_stopped(running: MadeOutside, verb: Verb) -> None:
+    running.server.health = 503
+    running.at(1, lambda: freed(running))
+    assert verb("down").code == 0
+
+
+def test_a_paused_server_may_hold_a_job(running: MadeOutside, verb: Verb) -> None:
+    running.boxes[-1].status = "paused"
+    ended = verb("down")
+    assert ended.code == ServerError.exit_code and running.words == []
+    assert NOT_KNOWN in ended.err and "vllm-h3-server-1 is paused" in ended.err
+    running.on_down = lambda: (freed(running), running._down())[1]
+    ended = verb("down", "--now")
+    assert ended.code == 0 and "killed: not known what runs: container vllm-h3-server-1 is paused" in ended.err
+
+
+def test_each_server_that_runs_is_asked(running: MadeOutside, verb: Verb) -> None:
+    running.boxes.insert(0, Box("server-extra", "paused"))
+    running.boxes.append(Box("server-more", "paused"))
+    assert verb("down").code == ServerError.exit_code and running.words == []
+
+
+@pytest.mark.parametrize("key", ["sekrit one", "sekrit\r", "sekrit\nsekrittwo", "schl\u00fcssel-sekrit"])
+def test_a_key_that_is_none_is_not_sent_nor_shown(running: MadeOutside, verb: Verb, key: str) -> None:
+    running.setenv("VLLM_API_KEY", key)
+    running.server.info_status = 401
+    for name in ("down", "status", "up"):
+        ended = verb(name)
+        assert set(running.keys) == {None} and running.words == []
+        assert "sekrit" not in ended.out + ended.err
+        assert "VLLM_API_KEY holds no key: a key is one word of printable ASCII" in ended.out + ended.err
+
+
+@pytest.mark.parametrize("how", ["environment", ".env"])
+def test_stuck_is_what_the_health_check_calls_so(running: MadeOutside, verb: Verb, how: str) -> None:
+    running.server.progress = denoising(seconds_ago=2000)
+    running.server.jobs = [job()]
+    if how == ".env":
+        (running.checkout / ".env").write_text("VLLM_H3_STUCK_AFTER_S=7200\n")
+    else:
+        running.setenv("VLLM_H3_STUCK_AFTER_S", "7200")
+    assert verb("status").code == 0
+    ended = verb("down", "--timeout", "60")
+    assert ended.code == BusyError.exit_code and running.words == []
+
+
+def test_a_limit_that_is_no_number_is_named(running: MadeOutside, verb: Verb) -> None:
+    running.setenv("VLLM_H3_STUCK_AFTER_S", "2h")
+    for name in ("down", "status"):
+        ended = verb(name)
+        assert ended.code == SettingsError.exit_code and "VLLM_H3_STUCK_AFTER_S=2h" in ended.err and ".env" in ended.err
+
+
+def test_who_came_by_make_is_told_to_go_on_by_make(running: MadeOutside, capsys: pytest.CaptureFixture[str]) -> None:
+    running.server.info_status = 500
+    ended = run_verb("down", capsys=capsys, made=True)
+    assert "`make down ARGS=--now` ends it" in ended.err and "vllm-h3 down" not in ended.err
+    running.server.info_status, running.server.health = 200, 503
+    ended = run_verb("status", "--engine", "podman", capsys=capsys, made=True)
+    assert "`make logs ARGS='--errors --engine podman'`" in ended.out
+    assert "`make down ARGS='--now --engine podman' && make up ARGS='--engine podman'`" in ended.out
 
 
 def test_memory_that_does_not_come_back_is_an_error_that_names_its_holders(running: MadeOutside, verb: Verb) -> None:

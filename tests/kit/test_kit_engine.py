@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 
 from tests.kit.conftest import Verb
 from tests.kit.made_outside import Box
-from vllm_h3_plugin.errors import BusyError, CheckpointError, ToolMissingError
+from vllm_h3_plugin.errors import BusyError, CheckpointError, ServerError, ToolMissingError, UsageError
+from vllm_h3_plugin.kit import containers, outside, start
 from vllm_h3_plugin.kit.outside import LocalOutside
 from vllm_h3_plugin.preflight import run
-from vllm_h3_plugin.preflight.check import passed
+from vllm_h3_plugin.preflight.check import Unknown, passed
 
 LOG = ["INFO one", "error: 1 fault in /checkpoint/FL2VA", "  why: shard 3 is not there", "  fix: Copy it."]
 
@@ -104,6 +106,77 @@ def test_no_program_at_all(verb: Verb, checkout: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", str(tmp_path))
     ended = verb("logs")
     assert ended.code == ToolMissingError.exit_code and "docker is not there" in ended.err
+
+
+STUBBORN = """#!/bin/sh
+trap '' TERM
+case "$1" in
+  ps) echo id-server ;;
+  inspect) cat "{folder}/inspect.json" ;;
+  logs) echo INFO one; echo "error: bad"; {what} ;;
+  *) {what} ;;
+esac
+"""
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A ``docker`` that ignores SIGTERM, and whose logs do what is said once they have given two lines."""
+    monkeypatch.setattr(containers, "LOG_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(outside, "GRACE_S", 0.2)
+
+    def make(what: str) -> None:
+        folder = tmp_path / "an engine"
+        folder.mkdir()
+        described = json.dumps([Box().inspect(checkout)])
+        # No port is published: nothing that may listen on this machine has a part in it.
+        (folder / "inspect.json").write_text(described.replace('"8000"', '"1"'), encoding="utf-8")
+        (folder / "docker").write_text(STUBBORN.format(folder=folder, what=what), encoding="utf-8")
+        (folder / "docker").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    return make
+
+
+# The child is one that holds the output after its parent is gone, as compose does with docker.
+@pytest.mark.parametrize("what", ["sleep 60", "sleep 60 & sleep 60", "exec yes hello"])
+def test_an_engine_whose_log_does_not_end_is_not_waited_for(
+    stubborn: Callable[[str], None], verb: Verb, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    stubborn(what)
+    began = time.monotonic()
+    assert verb("status").code == BusyError.exit_code
+    ended = verb("logs", "--errors")
+    flooded = "yes" in what
+    assert ended.code == 0 and ended.out == f"vllm-h3-server-1: {'no error in its log' if flooded else 'bad'}\n"
+    monkeypatch.setattr(start, "LOOK_S", 0.2)
+    ended = verb("up", "--timeout", "1")
+    assert ended.code == ServerError.exit_code and "not ready after 1 s" in ended.err
+    assert time.monotonic() - began < 20
+
+
+def test_a_followed_log_ends_soon_after_its_reader_though_the_engine_ignores_it(
+    stubborn: Callable[[str], None],
+) -> None:
+    stubborn("sleep 60 & sleep 60")
+    lines = LocalOutside().lines(("docker", "logs", "--follow", "id-server"))
+    assert next(lines) == "INFO one"
+    began = time.monotonic()
+    lines.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 5
+
+
+def test_a_command_that_does_not_end_is_ended_with_its_children(stubborn: Callable[[str], None]) -> None:
+    stubborn("sleep 60 & echo $!; wait")
+    began = time.monotonic()
+    answer = LocalOutside().run(("docker", "compose"), 0.5)
+    assert isinstance(answer, Unknown) and "no answer in 0.5 s" in answer.reason
+    assert time.monotonic() - began < 5
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="http://h:abc is no address"):
+        LocalOutside().http("http://h:abc", None)
 
 
 def test_what_this_process_holds_is_counted_and_what_is_gone_is_not() -> None:

@@ -29,6 +29,12 @@ def test_polls_colours_and_empty_lines_are_left_out_and_failures_kept() -> None:
     assert shown == [LOADING.replace("\x1b[0;36m", "").replace("\x1b[0;0m", ""), *KEPT, " 100%|####"]
 
 
+def test_what_a_terminal_would_obey_is_left_out(outside: MadeOutside, verb: Verb) -> None:
+    outside.boxes = [Box(log=["one\x1b]0;title\x07 \x9b2Jtwo\x08\r", "error: \x1b[2Jbad\x1b]52;c;aGk=\x1b\\"])]
+    assert verb("logs").out == "one two\nerror: bad\n" == verb("logs", "-f").out
+    assert verb("logs", "--errors").out == "vllm-h3-server-1: bad\n"
+
+
 def test_the_last_lines_are_shown_after_the_noise_is_gone(outside: MadeOutside, verb: Verb) -> None:
     outside.boxes = [Box(log=[*KEPT, *POLLS * 20])]
     ended = verb("logs", "--lines", "2", "--json")

@@ -616,3 +616,16 @@ def test_odd_words_about_a_job_are_no_traceback(smoke: Smoke, job: dict[str, Any
 
     smoke.server.look = look
     smoke()
+
+
+def test_a_key_file_of_the_container_that_holds_no_key_is_named_and_not_shown(
+    smoke: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("VLLM_H3_API_KEY_FILE=key\n")
+    Path("key").write_text("sekrit words\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["smoke"])
+    err = smoke.capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "VLLM_H3_API_KEY_FILE" in err and "H3_API_KEY_FILE, or give --url" in err and "sekrit" not in err

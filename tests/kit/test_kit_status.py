@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -14,12 +17,15 @@ import pytest
 from tests.kit.conftest import Verb
 from tests.kit.made_outside import LOADING, NOW, URL, Box, MadeOutside, Served, denoising, job
 from vllm_h3_plugin.cli import kit_shared
+from vllm_h3_plugin.errors import HostError
+from vllm_h3_plugin.kit import answers
 from vllm_h3_plugin.kit.outside import LocalOutside
 from vllm_h3_plugin.kit.words import doing, seconds_left, span
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.machine import Ran
 
 STARTING, BAD = 10, 7
+INFO = "/v1/h3/info"
 REPORT = ["error: 1 fault in /checkpoint/FL2VA", "  why: shard 3 is not there", "  fix: Copy it."]
 
 
@@ -137,6 +143,216 @@ def test_something_else_at_that_address_is_no_server_of_ours(running: MadeOutsid
     assert ended.code == BAD and "this plugin is not active in it" in ended.out
 
 
+ODD: list[tuple[dict[str, Any], str]] = [
+    ({"workers": {"a": 1}}, "workers"),
+    ({"workers": ["x"]}, "workers"),
+    ({"workers": [{"memory": {"device": "cuda:0"}}]}, "memory"),
+    ({"workers": [{"memory": {"resident_bytes": None, "peak_bytes": "1"}}]}, "memory"),
+    ({"guard": "on"}, "guard"),
+    ({"guard": {"active": True}}, "guard"),
+    ({"host": "vllm"}, "host"),
+    ({"provenance": "x"}, "provenance"),
+    ({"provenance": {"image": "x"}}, "image"),
+    ({"server": "x"}, "server"),
+    ({"server": {"started_at": "yesterday"}}, "server"),
+    ({"progress": {"phase": "idle", "step": "3", "time": "now"}}, "progress"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), ODD)
+def test_a_part_that_is_not_understood_is_named_and_the_rest_shown(
+    running: MadeOutside, verb: Verb, change: dict[str, Any], named: str
+) -> None:
+    info = {**running.server.info(), **change}
+    running.server.fails[INFO] = httpx.Response(200, json=info)
+    ended = verb("status", "--json")
+    assert ended.code == 0 and ended.answer["state"] == "ready", ended.out + ended.err
+    assert f"not understood of what it answers: {named}" in ended.out
+    assert ended.answer["not_understood"] == [named]
+    assert verb("up").code in (0, HostError.exit_code)
+
+
+@pytest.mark.parametrize(
+    ("path", "instead", "why"),
+    [
+        (INFO, httpx.Response(200, json=[1]), "GET /v1/h3/info is not understood: it is no object"),
+        (INFO, httpx.Response(200, text="null"), "GET /v1/h3/info is not understood: it is no object"),
+        (INFO, httpx.Response(200, text="[" * 100_000), "no server of this project"),
+        (INFO, httpx.Response(200, text='{"a": ' + "9" * 10_000 + "}"), "no server of this project"),
+        (INFO, httpx.Response(200, json={"progress": "x"}), "it does not say what it is at"),
+        (INFO, httpx.DecodingError("bad gzip"), "not understood: bad gzip"),
+        (INFO, httpx.Response(500), "GET /v1/h3/info gave 500"),
+        ("/v1/videos", httpx.Response(500), "GET /v1/videos gave 500"),
+        ("/v1/videos", httpx.Response(200, json="x"), "its list of jobs is not understood"),
+    ],
+)
+def test_a_server_that_does_not_say_what_it_does_is_not_called_ready(
+    running: MadeOutside, verb: Verb, path: str, instead: httpx.Response | Exception, why: str
+) -> None:
+    running.server.fails[path] = instead
+    ended = verb("status", "--json")
+    assert ended.code == BAD and why in ended.out and ended.answer["remedy"]
+
+
+def test_a_job_without_id_is_a_job(running: MadeOutside, verb: Verb) -> None:
+    running.server.jobs = [{"status": "queued", "size": 7}]
+    ended = verb("status", "--json")
+    assert ended.code == 0 and ended.answer["state"] == "busy" and "(without id), size not given" in ended.out
+
+
+def test_numbers_that_json_does_not_have_are_left_out(running: MadeOutside, verb: Verb) -> None:
+    text = json.dumps({**running.server.info(), "progress": {**denoising(), "time": float("nan"), "step": 10**400}})
+    running.server.fails[INFO] = httpx.Response(200, text=text)
+    ended = verb("status", "--json")
+    assert ended.code == 0 and "busy: denoising" in ended.out and ended.answer["progress"]["time"] is None
+
+
+def test_what_a_terminal_would_obey_is_not_printed(running: MadeOutside, verb: Verb) -> None:
+    running.server.version = "0.1\x1b[31m\x1b]0;title\x07\x9b2J\ud800"
+    running.boxes[-1].health, running.boxes[-1].said = "unhealthy", "error: \x1b]52;c;aGk=\x07bad\x08"
+    text = json.dumps({**running.server.info(), "host": {"\x1b[2Jvllm": "1"}})
+    running.server.fails[INFO] = httpx.Response(200, text=text)
+    for name in ("status", "up"):
+        ended = verb(name)
+        assert not set("\x1b\x07\x08\x9b\ud800") & set(ended.out + ended.err) and "bad" in ended.out + ended.err
+    assert "vllm-h3-plugin 0.1, vllm 1" in verb("status").out
+
+
+def test_the_key_is_hidden_in_what_others_say(running: MadeOutside, verb: Verb) -> None:
+    running.setenv("VLLM_API_KEY", "sekrit")
+    running.server.version = "Bearer sekrit"
+    for name in ("status", "up"):
+        ended = verb(name)
+        assert "sekrit" not in ended.out + ended.err and "Bearer ***" in ended.out + ended.err
+    running.server.fails["/health"] = httpx.ConnectError("Illegal header value b'Bearer sekrit'")
+    ended = verb("status")
+    assert "sekrit" not in ended.out + ended.err and "Bearer ***" in ended.out
+
+
+@pytest.mark.parametrize(
+    "content", [b"sekritone\nsekrittwo\n", "schl\u00fcssel-sekrit".encode(), b"\xff\xfesekrit", b""]
+)
+@pytest.mark.parametrize("how", ["H3_API_KEY_FILE", ".env"])
+def test_a_key_file_without_a_key_is_said_so(
+    running: MadeOutside, verb: Verb, checkout: Path, content: bytes, how: str
+) -> None:
+    (checkout / "a key").write_bytes(content)
+    if how == ".env":
+        (checkout / ".env").write_text("VLLM_H3_API_KEY_FILE=./a key\n")
+    else:
+        running.setenv(how, str(checkout / "a key"))
+    running.server.info_status = 401
+    ended = verb("status")
+    assert ended.code == 0 and running.keys == [None]
+    assert "sekrit" not in ended.out + ended.err and "a key holds no key" in ended.out
+
+
+def test_a_key_file_with_carriage_returns_holds_its_key(running: MadeOutside, verb: Verb, checkout: Path) -> None:
+    (checkout / "key").write_bytes(b"sekrit\r\n")
+    running.setenv("H3_API_KEY_FILE", str(checkout / "key"))
+    assert verb("status").code == 0 and running.keys == ["sekrit"]
+
+
+def test_without_an_engine_dotenv_still_says_where_it_is(outside: MadeOutside, verb: Verb, checkout: Path) -> None:
+    outside.refuses["docker ps"] = Ran(1, "", "permission denied while trying to connect to the Docker daemon socket")
+    outside.ready()
+    (checkout / "key").write_text("sekrit\n")
+    (checkout / ".env").write_text("VLLM_H3_PORT=8123\nVLLM_H3_BIND=127.0.0.2\nVLLM_H3_API_KEY_FILE=key\n")
+    ended = verb("status", "--json")
+    assert ended.code == 0 and ended.answer["url"] == "http://127.0.0.2:8123" and outside.keys == ["sekrit"]
+
+
+def test_an_empty_variable_of_the_shell_counts_as_compose_counts_it(
+    outside: MadeOutside, verb: Verb, checkout: Path
+) -> None:
+    (checkout / ".env").write_text("VLLM_H3_PORT=8123\n")
+    outside.setenv("VLLM_H3_PORT", "")
+    assert verb("status", "--json").answer["url"] == "http://127.0.0.1:8000"
+
+
+def test_a_folder_that_is_no_checkout_is_named(outside: MadeOutside, verb: Verb) -> None:
+    ended = verb("status", "-C", "/nonexistent")
+    assert ended.code == 2 and "no compose.yaml in /nonexistent" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VLLM_H3_PORT", "abc"), ("VLLM_H3_PORT", "70000"), ("VLLM_H3_BIND", "a:b"), ("VLLM_H3_BIND", "[x")],
+)
+def test_a_port_or_address_that_is_none_is_named(outside: MadeOutside, verb: Verb, name: str, value: str) -> None:
+    outside.setenv(name, value)
+    ended = verb("status")
+    assert ended.code == 2 and f"{name}={value}" in ended.err and ".env" in ended.err
+
+
+@pytest.mark.parametrize("value", ["[::1]", "::1"])
+def test_an_address_of_version_6_may_stand_in_brackets(outside: MadeOutside, verb: Verb, value: str) -> None:
+    outside.setenv("VLLM_H3_BIND", value)
+    assert verb("status", "--json").answer["url"] == "http://[::1]:8000"
+
+
+@pytest.mark.parametrize("port", ["abc", "99999", None, [1]])
+def test_a_port_that_the_engine_garbles_is_taken_from_the_variables(
+    running: MadeOutside, verb: Verb, port: object
+) -> None:
+    running.boxes[-1].host_port = port
+    running.setenv("VLLM_H3_PORT", "8123")
+    assert verb("status", "--json").answer["url"] == "http://127.0.0.1:8123"
+
+
+@pytest.mark.parametrize("said", ["garbage", "null", "[null]", "{}", "[" * 100_000])
+def test_a_description_that_is_none_is_said_so(running: MadeOutside, verb: Verb, said: str) -> None:
+    running.refuses["docker inspect"] = Ran(0, said)
+    ended = verb("down")
+    assert ended.code == 9 and "its answer to `docker inspect` is not understood" in ended.err
+    assert verb("status").code == 0
+
+
+def test_parts_of_a_description_may_be_of_any_type(running: MadeOutside, verb: Verb) -> None:
+    one = running.boxes[-1].inspect(running.checkout)
+    for odd in (None, [], "x", 7):
+        state: dict[str, Any] = {"Status": "exited", "ExitCode": odd, "Health": odd, "StartedAt": odd}
+        parts: dict[str, Any] = {
+            "State": state,
+            "NetworkSettings": {"Ports": odd},
+            "HostConfig": odd,
+            "RestartCount": odd,
+        }
+        running.refuses["docker inspect"] = Ran(0, json.dumps([{**one, **parts}]))
+        assert verb("status", "--json").answer["container"]["restarts"] in (0, 7)
+
+
+def test_a_container_that_vanishes_while_it_is_looked_at_is_looked_for_again(
+    outside: MadeOutside, verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside.boxes = [Box()]
+    run = outside.run
+
+    def vanish(argv: Sequence[str], timeout_s: float = 30.0) -> Ran | Unknown:
+        if argv[1] == "inspect":
+            outside.boxes = []
+            return Ran(1, "[]\n", "Error: No such container: id-server\n")
+        return run(argv, timeout_s)
+
+    monkeypatch.setattr(outside, "run", vanish)
+    ended = verb("down")
+    assert ended.code == 0 and ended.out == "nothing to stop\n"
+
+
+def test_containers_that_never_stand_still_are_no_fault_of_the_engine(running: MadeOutside, verb: Verb) -> None:
+    running.refuses["docker inspect"] = Ran(1, "[]\n", "Error: No such object: id-server\n")
+    ended = verb("down")
+    assert ended.code == BAD and "change while they are looked at" in ended.err and "systemctl" not in ended.err
+
+
+def test_a_paused_container_is_unhealthy(running: MadeOutside, verb: Verb) -> None:
+    running.boxes[-1].status, running.server.health = "paused", None
+    ended = verb("status")
+    assert ended.code == BAD and "its container is paused" in ended.out and "unpause vllm-h3-server-1" in ended.out
+    ended = verb("up")
+    assert ended.code == BAD and "docker unpause vllm-h3-server-1" in ended.err
+
+
 def test_nothing_at_all_is_stopped_and_says_how_to_start(outside: MadeOutside, verb: Verb) -> None:
     ended = verb("status", "--json")
     assert ended.code == BAD and "stopped: nothing answers: Connection refused" in ended.out
@@ -213,6 +429,34 @@ def test_over_a_real_socket(listening: str, verb: Verb, checkout: object, monkey
     assert ended.code == 0 and ended.answer["state"] == "busy"
     assert ended.answer["jobs"] == [{key: job()[key] for key in ("id", "status", "created_at", "size")}]
     assert json.dumps(ended.answer)
+
+
+def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "HTTP_TIMEOUT_S", 0.5)
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            while not over.wait(0.1):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        began = time.monotonic()
+        with LocalOutside().http(f"http://127.0.0.1:{server.server_port}", None) as http:
+            seen = answers.ask_server(http)
+        seconds = time.monotonic() - began
+        over.set()
+        server.shutdown()
+        thread.join()
+    assert seen.mute and "no whole answer in time" in seen.unsure and seconds < 5
 
 
 @pytest.mark.parametrize(

@@ -201,11 +201,20 @@ def test_an_old_compose_that_cannot_compare_is_said_to(outside: MadeOutside, ver
 
 
 def test_containers_of_another_checkout_are_never_taken_over(outside: MadeOutside, verb: Verb) -> None:
-    outside.boxes = [Box(files="/srv/other/compose.yaml")]
+    outside.boxes = [Box(files="/srv/old place/compose.yaml")]
+    outside.machine.files["/srv/old place/compose.yaml"] = b""
     for name in ("up", "down"):
         ended = verb(name)
         assert ended.code == BusyError.exit_code and outside.words == []
-        assert "made from /srv/other/compose.yaml" in ended.err and "--directory /srv/other" in ended.err
+        assert "made from /srv/old place/compose.yaml" in ended.err
+        assert "`vllm-h3 down --directory '/srv/old place'`" in ended.err
+
+
+def test_the_remedy_for_a_checkout_that_was_moved_needs_no_folder(outside: MadeOutside, verb: Verb) -> None:
+    outside.boxes = [Box(files="/srv/gone/compose.yaml")]
+    ended = verb("up")
+    assert ended.code == BusyError.exit_code and "--directory" not in ended.err
+    assert "That checkout is gone" in ended.err and "`docker compose --project-name vllm-h3 down`" in ended.err
 
 
 @pytest.mark.parametrize(

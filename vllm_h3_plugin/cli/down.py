@@ -21,7 +21,9 @@ def down(
     """Wait for the running job, stop the containers, and see the memory come back.
 
     Jobs that wait are waited for too; new ones are still taken meanwhile, and --timeout bounds it all: exit code 10,
-    and nothing is stopped. A job that does not move any more is not waited for. The containers are removed, volumes
+    and nothing is stopped. Nor is it, with exit code 7, where the server does not say whether a job runs: it gives
+    errors, asks for a key, cannot be reached or is paused. --now stops it whatever runs. A job that has not moved for
+    VLLM_H3_STUCK_AFTER_S (1800) is not waited for. The containers are removed, volumes
     (snapshots, clips, compiled kernels) stay. Then MemAvailable and the devices' processes are held against what the
     server held, for up to 60 s; if memory is missing, exit code 10 and the processes that hold it. Containers of
     another project or checkout are never touched.
@@ -34,12 +36,14 @@ def down(
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
     from vllm_h3_plugin.cli.kit_shared import find_project, this_outside
     from vllm_h3_plugin.cli.up import INTERRUPTED
-    from vllm_h3_plugin.kit.answers import find_key
+    from vllm_h3_plugin.kit.answers import find_key, stuck_after_s
     from vllm_h3_plugin.kit.stop import Stopper, summary
+    from vllm_h3_plugin.kit.words import call
 
     outside = this_outside()
     project = find_project(outside, directory, cards, engine)
-    key, _ = find_key(outside, project)
+    key, no_key = find_key(outside, project)
+    after_s = stuck_after_s(outside, project)
     console = stderr()
     line = Line(console)
 
@@ -49,9 +53,10 @@ def down(
 
     try:
         with line.shown():
-            done = Stopper(outside, project, key, look, line.note).take_down(now=now, timeout_s=timeout)
+            stopper = Stopper(outside, project, key, look, line.note, no_key=no_key, stuck_after_s=after_s)
+            done = stopper.take_down(now=now, timeout_s=timeout)
     except KeyboardInterrupt:
-        console.print(f"interrupted; see what is left: `vllm-h3 status{project.flags}`", markup=False)
+        console.print(f"interrupted; see what is left: `{call('status', project.flags)}`", markup=False)
         raise typer.Exit(INTERRUPTED) from None
     stdout().print(summary(done), markup=False)
     if as_json:

@@ -72,6 +72,7 @@ def logs(
 
 def _container(containers: Sequence[Container], project: Project) -> Container:
     from vllm_h3_plugin.kit.containers import check_of, server_of
+    from vllm_h3_plugin.kit.words import call
 
     server = server_of(containers)
     check = check_of(containers, project.server)
@@ -81,7 +82,7 @@ def _container(containers: Sequence[Container], project: Project) -> Container:
         raise ServerError(
             "there is no container whose log could be read",
             why=f"the engine has none of project {project.name}",
-            fix=f"Start one: `vllm-h3 up{project.flags}`.",
+            fix=f"Start one: `{call('up', project.flags)}`.",
         )
     return server
 

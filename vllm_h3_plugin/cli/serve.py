@@ -33,6 +33,9 @@ def serve(
     task: str | None = typer.Option(None, help="auto, t2va, fl2va, ref2va or combined. [default: auto]"),
     executor: str | None = typer.Option(None, help="auto, uni (one process) or mp (one a device). [default: auto]"),
     attention: str | None = typer.Option(None, help="Attention backend by name. [default: the platform's choice]"),
+    resident: str | None = typer.Option(
+        None, help="Weights on the device between stages: all, or stage (those of the one that runs). [default: all]"
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the command, start nothing."),
     as_json: bool = typer.Option(False, "--json", help="End with one JSON line."),
 ) -> None:
@@ -48,6 +51,7 @@ def serve(
     """
     from vllm_h3_plugin.cli.console import emit_json, stderr
     from vllm_h3_plugin.serving.command import server_command
+    from vllm_h3_plugin.serving.ranks import wait_with_ranks
     from vllm_h3_plugin.serving.server import Server, check_port_free
 
     name, profile = _profile(
@@ -60,6 +64,7 @@ def serve(
             "task": task,
             "executor": executor,
             "attention": attention,
+            "resident": resident,
         },
     )
     _check_licence(profile)
@@ -85,7 +90,7 @@ def serve(
                 f"recipe {worker['recipe']}, backend {worker['backend']}, attention {worker['attention']}",
                 markup=False,
             )
-            code = server.wait()
+            code = wait_with_ranks(server, info["workers"], say=lambda text: console.print(text, markup=False))
         if as_json:
             emit_json(code == 0, exit_code=code, url=command.url)
         sys.exit(code if code >= 0 else 128 - code)
@@ -109,6 +114,8 @@ def _profile(target: str, flags: dict[str, object]) -> tuple[str, Profile]:
     chosen = {key: value for key, value in flags.items() if value is not None}
     if values.recipe is not None:
         chosen.setdefault("recipe", values.recipe)
+    if values.resident == "stage":
+        chosen.setdefault("resident", "stage")
     if values.reference:
         chosen["reference"] = True
     return name, profile.with_flags(chosen)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.errors import SettingsError, UsageError
 
 if TYPE_CHECKING:
     from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -30,7 +29,6 @@ _SIDE = 32
 # Both hosts take a first frame of this size; 0.28 none that is smaller.
 _FRAME_SIDE = 256
 _SEEDS = 2**31
-_CONTAINER = ("VLLM_H3_PORT", "VLLM_H3_BIND", "VLLM_H3_API_KEY_FILE")
 
 # (width, height, seconds, steps). The reference platform makes clouds in any number of steps. On a device: the size
 # that most figures in docs/RESULTS.md are of, the shortest clip that H3 makes, and enough steps for a picture.
@@ -173,21 +171,24 @@ def smoke(
 
 def _server(url: str | None) -> tuple[str, str | None]:
     """Address and key of the server: the caller's, else those of the container that ``.env`` describes."""
-    from vllm_h3_plugin.preflight.dotenv import parse_env
-    from vllm_h3_plugin.serving.api_key import read_api_key
+    from vllm_h3_plugin.cli.kit_shared import this_outside
+    from vllm_h3_plugin.kit.answers import find_key, url_of
+    from vllm_h3_plugin.kit.project import SPARK_FILE, Project
     from vllm_h3_plugin.serving.client import callers_key
 
     key = callers_key()
     if url is not None:
         return url, key
-    file = Path(".env")
-    values = parse_env(file.read_bytes(), environ=os.environ).values if file.is_file() else {}
-    chosen = {name: os.environ.get(name, values.get(name, "")) for name in _CONTAINER}
-    if key is None and chosen["VLLM_H3_API_KEY_FILE"]:
-        key = read_api_key(Path(chosen["VLLM_H3_API_KEY_FILE"]))
-    bound = chosen["VLLM_H3_BIND"]
-    address = "127.0.0.1" if bound in ("", "0.0.0.0", "::", "[::]") else bound
-    return f"http://{address}:{chosen['VLLM_H3_PORT'] or 8000}", key
+    outside, here = this_outside(), Project("", Path(SPARK_FILE).absolute())
+    if key is None:
+        key, fault = find_key(outside, here)
+        if fault:
+            raise SettingsError(
+                "VLLM_H3_API_KEY_FILE",
+                why=fault,
+                fix="Name a file that you may read in H3_API_KEY_FILE, or give --url.",
+            )
+    return url_of(outside, here), key
 
 
 def _prove(client: VideoClient) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_h3_plugin.cli.kit_shared import HERE, AsJson, Cards, Directory, Engine
-from vllm_h3_plugin.errors import H3Error
+from vllm_h3_plugin.errors import H3Error, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,8 +31,13 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again and again, until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks of --watch.")] = 2,
     stuck_after: Annotated[
-        float, typer.Option(min=1, help="Seconds within a request without a step or a change of phase: stuck.")
-    ] = 1800,
+        float | None,
+        typer.Option(
+            min=1,
+            help="Seconds within a request without a step or a change of phase: stuck.",
+            show_default="VLLM_H3_STUCK_AFTER_S, 1800",
+        ),
+    ] = None,
     cards: Cards = None,
     engine: Engine = "docker",
     directory: Directory = HERE,
@@ -42,9 +47,9 @@ def status(
 
     With the job that runs (step, seconds a step, time left until the last step), jobs that wait, memory, uptime and
     versions; with an engine at hand also its container. Works on any server with this plugin (--url). Exit code 0 if
-    it is ready or busy, 10 while it starts, 7 if it is unhealthy or stopped. An unhealthy container is not restarted by
-    the engine: the remedy is printed. The server's key is read from H3_API_KEY_FILE, VLLM_API_KEY or the file that .env
-    names.
+    it is ready or busy, 10 while it starts, 7 if it is unhealthy, stopped or not understood. An unhealthy container is
+    not restarted by the engine: the remedy is printed. The server's key is read from H3_API_KEY_FILE, VLLM_API_KEY or
+    the file that .env names.
 
     \b
     vllm-h3 status
@@ -79,27 +84,20 @@ def status(
 
 
 def _look(
-    outside: Outside, url: str | None, cards: int | None, engine: str, directory: Path, stuck_after: float
+    outside: Outside, url: str | None, cards: int | None, engine: str, directory: Path, stuck_after: float | None
 ) -> Status:
-    from vllm_h3_plugin.kit.answers import ask_server, find_key, url_of
-    from vllm_h3_plugin.kit.containers import list_containers, read_log, server_of
+    from vllm_h3_plugin.kit.answers import ask_server, find_key, stuck_after_s, url_of
+    from vllm_h3_plugin.kit.containers import read_log, server_of
     from vllm_h3_plugin.kit.status import judge
 
-    project: Project | None = None
-    containers: tuple[Container, ...] = ()
-    why_none = ""
-    try:
-        project = _project(outside, cards, engine, directory)
-        containers = list_containers(outside, project)
-    except H3Error as exc:
-        # A server can run without an engine, or elsewhere: that is no fault of this verb's.
-        why_none = str(exc)
+    project, containers, why_none = _containers(outside, cards, engine, directory)
     server = server_of(containers)
     if url is not None and (server is None or server.url != url.rstrip("/")):
         why_none = why_none or f"no container of this project is at {url}"
         server, containers = None, ()
     where = url or (server.url if server and server.url else url_of(outside, project))
-    key, _ = find_key(outside, project)
+    key, no_key = find_key(outside, project)
+    after_s = stuck_after or stuck_after_s(outside, project)
     with outside.http(where, key) as http:
         answers = ask_server(http)
     log: list[str] = []
@@ -114,14 +112,35 @@ def _look(
         now=outside.now(),
         flags="" if project is None else project.flags,
         no_containers=why_none,
-        stuck_after_s=stuck_after,
+        stuck_after_s=after_s,
+        no_key=no_key,
     )
 
 
-def _project(outside: Outside, cards: int | None, engine: str, directory: Path) -> Project:
-    from vllm_h3_plugin.cli.kit_shared import find_project
+def _containers(
+    outside: Outside, cards: int | None, engine: str, directory: Path
+) -> tuple[Project | None, tuple[Container, ...], str]:
+    """The project, its containers, and why none of them were looked at.
 
-    return find_project(outside, directory, cards, engine)
+    Raises:
+        UsageError: the folder or the role that was named is none.
+    """
+    from vllm_h3_plugin.cli.kit_shared import find_project
+    from vllm_h3_plugin.kit.containers import list_containers
+    from vllm_h3_plugin.kit.project import open_project
+
+    # A server can run without a checkout and without an engine, or elsewhere: that is no fault of this verb's.
+    try:
+        project = open_project(outside, directory, cards=cards, engine=engine)
+    except UsageError as exc:
+        if directory != HERE or cards is not None:
+            raise
+        return None, (), str(exc)
+    try:
+        project = find_project(outside, directory, cards, engine)
+        return project, list_containers(outside, project), ""
+    except H3Error as exc:
+        return project, (), str(exc)
 
 
 def _watch(outside: Outside, found: Status, look: Callable[[], Status], console: Console, interval: float) -> Status:
@@ -164,6 +183,8 @@ def _rows(found: Status) -> list[tuple[str, str]]:
 
     info = found.answers.info
     rows = [("state", f"{found.state.value}: {found.detail}"), ("fix", found.remedy)]
+    if found.answers.odd:
+        rows.append(("odd", f"not understood of what it answers: {', '.join(found.answers.odd)}"))
     if found.answers.busy:
         # Jobs run in the order of their creation; a request without one waits for its answer itself.
         first, behind = next(iter(found.answers.jobs), {}), waiting(found.answers)
@@ -194,10 +215,10 @@ def _memory(info: Any) -> str:
     parts = []
     guard = info.get("guard")
     if guard:
-        state = "guarded" if guard["active"] else "not guarded"
+        state = "guarded" if guard.get("active") else "not guarded"
         parts.append(f"{gib(guard['available_bytes'])} available ({state}, floor {gib(guard['floor_bytes'])})")
     for worker in info.get("workers") or []:
         held = worker.get("memory") or {}
         if held:
-            parts.append(f"{gib(held['resident_bytes'])} on {held['device']}, peak {gib(held['peak_bytes'])}")
+            parts.append(f"{gib(held['resident_bytes'])} on {held.get('device')}, peak {gib(held['peak_bytes'])}")
     return "; ".join(parts)

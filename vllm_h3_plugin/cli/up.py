@@ -56,7 +56,7 @@ def up(
     from vllm_h3_plugin.kit.answers import find_key
     from vllm_h3_plugin.kit.project import open_project
     from vllm_h3_plugin.kit.start import Look, Starter
-    from vllm_h3_plugin.kit.words import span
+    from vllm_h3_plugin.kit.words import call, span
 
     outside = this_outside()
     project = open_project(outside, directory, cards=cards, engine=engine, env_file=env_file)
@@ -76,8 +76,8 @@ def up(
     except KeyboardInterrupt:
         flags = project.flags
         console.print(
-            f"interrupted; the container was left as it is. Follow it: `vllm-h3 up{flags}` or "
-            f"`vllm-h3 logs -f{flags}`; stop it: `vllm-h3 down{flags}`",
+            f"interrupted; the container was left as it is. Follow it: `{call('up', flags)}` or "
+            f"`{call('logs', '-f', flags)}`; stop it: `{call('down', flags)}`",
             markup=False,
         )
         raise typer.Exit(INTERRUPTED) from None
@@ -105,8 +105,8 @@ def up(
 def _what(info: dict[str, Any]) -> str:
     if not info:
         return ""
-    worker = info["workers"][0]
-    return f"  plugin {info['plugin']}, recipe {worker.get('recipe')}, backend {worker.get('backend')}"
+    worker = (info.get("workers") or [{}])[0]
+    return f"  plugin {info.get('plugin')}, recipe {worker.get('recipe')}, backend {worker.get('backend')}"
 
 
 def _wanted(outside: Outside, project: Project) -> Wanted:
@@ -144,9 +144,11 @@ def _preflight(outside: Outside, wanted: Wanted, project: Project, line: Line) -
 
 
 def _not_ready(report: Report, failed: list[str]) -> H3Error:
+    from vllm_h3_plugin.kit.words import call
+
     return H3Error(
         f"this machine is not ready: {', '.join(failed)}",
         why="a check failed, so nothing was started; the lines above say what to do",
-        fix="`vllm-h3 preflight` shows all checks.",
+        fix=f"`{call('preflight')}` shows all checks.",
         checks=[check.as_dict() for check in report.checks],
     )

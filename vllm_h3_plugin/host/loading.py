@@ -29,6 +29,7 @@ from vllm_h3_plugin.checkpoint.loader import (
 )
 from vllm_h3_plugin.errors import LoadError
 from vllm_h3_plugin.host.adaln import ADALN
+from vllm_h3_plugin.host.adopt import adopt
 from vllm_h3_plugin.host.linear_method import RESIDENT_DTYPE, QuantizedLinearMethod, is_filled, stored
 from vllm_h3_plugin.host.quantizer import SCALE, Quantizer, Sink
 from vllm_h3_plugin.quantization.plan import PrecisionPlan
@@ -123,14 +124,23 @@ class PartLoader:
         self._require_filled()
         return report
 
-    def from_pieces(self, pieces: Iterable[tuple[str, Shard, torch.Tensor]]) -> LoadReport:
+    def from_pieces(
+        self, pieces: Iterable[tuple[str, Shard, torch.Tensor]], *, views: Mapping[str, torch.Tensor] | None = None
+    ) -> LoadReport:
         """Fill from pieces that an earlier load made; there must be one for each of :meth:`pieces`.
+
+        Args:
+            views: parameter -> what takes its place as it is, whole; its pieces do not come.
 
         Raises:
             LoadError: a piece comes twice, not at all, or does not fit.
         """
-        waiting = {(piece.param, piece.shard) for piece in self.pieces()}
-        targets = {**self._params, **self._scales}
+        views = views or {}
+        waiting = {(piece.param, piece.shard) for piece in self.pieces() if piece.param not in views}
+        adopted = adopt(self.module, self.targets, views)
+        self._params = {**self._params, **{name: p for name, p in adopted.items() if name in self._params}}
+        self._scales = {**self._scales, **{name: p for name, p in adopted.items() if name in self._scales}}
+        targets = self.targets
         count = nbytes = 0
         for param, shard, tensor in pieces:
             if (param, shard) not in waiting:
@@ -144,8 +154,8 @@ class PartLoader:
         if waiting:
             param, shard = min(waiting, key=str)
             raise LoadError(f"piece {param}[{shard}] never came", why=f"{len(waiting)} pieces are missing")
-        self._require_filled()
-        return LoadReport(frozenset(targets), count, nbytes)
+        self._require_filled(frozenset(adopted))
+        return LoadReport(frozenset(targets), count, nbytes + sum(view.nbytes for view in adopted.values()))
 
     def pack(self) -> None:
         """Give quantized layers their backend's resident form. After this nothing can be filled again."""
@@ -155,16 +165,23 @@ class PartLoader:
                 method.process_weights_after_loading(layer)
 
     @property
+    def targets(self) -> dict[str, torch.Tensor]:
+        """What a load fills, by name, scales included."""
+        return {**self._params, **self._scales}
+
+    @property
     def filled(self) -> frozenset[str]:
         """Names of every parameter and buffer that a load fills, scales included."""
         return frozenset((*self._params, *self._scales))
 
-    def _require_filled(self) -> None:
+    def _require_filled(self, adopted: frozenset[str] = frozenset()) -> None:
         """A weight loader that was called and placed only a part of what it was given is noticed here."""
         for name, tensor in tensors_of(self.module).items():
             if tensor.is_meta:
                 raise LoadError(f"{self.part}.{name} was never materialized", why="its tensors did not come", path=name)
         for param, method in self._methods.items():
+            if {param, param + SCALE} <= adopted:
+                continue
             if param in self._params and not is_filled(self._params[param], self._scales[param + SCALE], method.method):
                 raise LoadError(
                     f"{self.part}.{param.removesuffix('.weight')} is filled only in part",

@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from vllm_h3_plugin.checkpoint.read_only import ReadOnlyTensor
+
 
 def measured_memory(pipeline: Any) -> dict[str, Any]:
     """For ``/v1/h3/info``.
@@ -20,7 +22,8 @@ def measured_memory(pipeline: Any) -> dict[str, Any]:
     """
     parts: dict[str, int] = {}
     for part, tensor in _tensors(pipeline):
-        parts[part] = parts.get(part, 0) + tensor.untyped_storage().nbytes()
+        shared = isinstance(tensor, ReadOnlyTensor)
+        parts[part] = parts.get(part, 0) + (tensor.nbytes if shared else tensor.untyped_storage().nbytes())
     tables = sum(table.store.nbytes for table in pipeline._tables.values())
     if tables:
         parts["adaln"] = parts.get("adaln", 0) + tables
@@ -50,7 +53,9 @@ def _tensors(pipeline: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if root is None:
             continue
         for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            pointer = tensor.untyped_storage().data_ptr()
+            # Views of the shared base lie in one mapping, whose storage they do not hand out.
+            shared = isinstance(tensor, ReadOnlyTensor)
+            pointer = tensor.data_ptr() if shared else tensor.untyped_storage().data_ptr()
             if pointer not in seen:
                 seen.add(pointer)
                 yield _part(module, name), tensor

@@ -18,6 +18,7 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
 from vllm_h3_plugin import __version__, settings
+from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
@@ -26,6 +27,7 @@ from vllm_h3_plugin.host.adapters import AdaptersBesideTables
 from vllm_h3_plugin.host.attention import install
 from vllm_h3_plugin.host.cancel import Cancellation
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
+from vllm_h3_plugin.host.hot_stages import keep_stages, plain_weights
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
 from vllm_h3_plugin.host.parts import file_digests, read_options
@@ -43,6 +45,7 @@ from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
+from vllm_h3_plugin.memory.hot_cache import HotCache
 from vllm_h3_plugin.memory.weights import predict_resident
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
@@ -103,6 +106,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
         device, values, progress = get_local_device(), settings.load(), Progress()
+        plain_weights(session.backend, values)
         watch = MemoryWatch.for_session(session, device)
         watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes)
         require_snapshot(session, values)
@@ -127,6 +131,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._vaes = vaes
         self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
+        self._base: SharedBase | None = None
         for name in self._dit_modules:
             dit = getattr(self, name)
             progress.watch(dit)
@@ -178,6 +183,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         )
         loaded = loading.load()
         self._tables = loading.tables
+        self._base = loading.base
+        self._hot: HotCache | None = None
         for name in self._dit_modules:
             getattr(self, name).post_load_weights()
         filled = set(loaded.filled)
@@ -223,6 +230,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._publish()
 
     def _publish(self) -> None:
+        self._facts["stages"] = self._hot.facts() if self._hot else None
         self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 
@@ -281,6 +289,11 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         request = str(getattr(args[0] if args else kwargs.get("request"), "request_id", ""))
         self._progress.begin(request)
         try:
+            if self._base is not None:
+                self._base.check()
+            if self._hot is None:
+                # Not at the load: the host still works on the weights of its own linear layers after that.
+                self._hot = keep_stages(self, self._settings, self._base)
             with self._watch.request(), self._cancel.request(request):
                 return super().forward(*args, **kwargs)
         finally:

@@ -55,7 +55,7 @@ class Snapshots:
 
     def __init__(self, session: Session, cache: Path, mode: str) -> None:
         self._session = session
-        self._cache = cache
+        self.cache = cache
         self._mode = mode if session.plan.quantized else "off"
         if mode == "require" and not session.plan.quantized:
             raise SnapshotError(
@@ -86,23 +86,45 @@ class Snapshots:
             return None
         key = self.key
         try:
-            snapshot = open_snapshot(self._cache, key)
+            snapshot = open_snapshot(self.cache, key)
         except SnapshotError as exc:
             self.refuse(exc)
             return None
         if snapshot is not None:
             return snapshot
-        stale = "; ".join(str(other) for other in find_stale(self._cache, key, self._session.inventory.path))
+        stale = "; ".join(str(other) for other in find_stale(self.cache, key, self._session.inventory.path))
         reason = f"none is of this checkpoint, recipe, backend, host and plugin{f' ({stale})' if stale else ''}"
         if self._mode == "require":
             raise SnapshotError(
-                f"no snapshot in {self._cache}",
+                f"no snapshot in {self.cache}",
                 why=reason,
                 fix="Start once with H3_SNAPSHOT=auto, which writes one, or set H3_CACHE_DIR to its folder.",
-                path=str(self._cache),
+                path=str(self.cache),
             )
         logger.info("H3 snapshot: %s; loading the checkpoint", reason)
         return None
+
+    @property
+    def writes(self) -> bool:
+        """Whether there are snapshots at all: not ``off``, and a recipe that quantizes."""
+        return self._mode != "off"
+
+    def open_now(self) -> Snapshot | None:
+        """The snapshot that fits, without a word where there is none.
+
+        Raises:
+            SnapshotError: it is damaged or is being written.
+        """
+        return open_snapshot(self.cache, self.key)
+
+    def refuse_to_build(self) -> None:
+        """Under ``require`` nothing is built.
+
+        Raises:
+            SnapshotError: as :meth:`find`.
+        """
+        if self._mode == "require":
+            self.find()
 
     def refuse(self, error: CheckpointError) -> None:
         """A snapshot turned out not to be sound: go on without it, or not at all under ``require``."""
@@ -117,7 +139,7 @@ class Snapshots:
         notes = {"checkpoint": str(self._session.inventory.path), "recipe": self._session.plan.recipe.name}
         entries = {part.name: snapshot_entries(part.loader.pieces()) for part in parts}
         try:
-            return SnapshotWriter(self._cache, self.key, entries, notes)
+            return SnapshotWriter(self.cache, self.key, entries, notes)
         except (SnapshotError, OSError) as exc:
             logger.warning("H3 snapshot is not written: %s", exc)
             return None
@@ -155,6 +177,21 @@ def read_part(snapshot: Snapshot, part: Part, options: ReadOptions, progress: Pr
     Raises:
         SnapshotError, LoadError: the pieces are not the model's, or not what their digests say.
     """
+    require_fits(snapshot, part)
+    files = snapshot.part(part.name)
+    digests = snapshot.digests(part.name)
+    source = WeightSource(files, options=options, progress=progress, tensor_digests=digests)
+    nbytes = part.loader.from_pieces(_pieces(source)).nbytes
+    page_cache.drop([file.path for file in files.files])
+    return nbytes
+
+
+def require_fits(snapshot: Snapshot, part: Part) -> None:
+    """Hold a snapshot's pieces against those that the model's loaders take.
+
+    Raises:
+        SnapshotError: a piece is missing, is not the model's, or has another shape or dtype.
+    """
     expected = {(piece.param, piece.shard): (piece.shape, _DTYPE_NAMES[piece.dtype]) for piece in part.loader.pieces()}
     files = snapshot.part(part.name)
     found = {parse_piece(record.name): (record.shape, record.dtype) for record in files.tensors}
@@ -166,11 +203,6 @@ def read_part(snapshot: Snapshot, part: Part, options: ReadOptions, progress: Pr
             fix=f"Remove it: `vllm-h3 snapshot remove {snapshot.id}`.",
             path=str(snapshot.folder),
         )
-    digests = snapshot.digests(part.name)
-    source = WeightSource(files, options=options, progress=progress, tensor_digests=digests)
-    nbytes = part.loader.from_pieces(_pieces(source)).nbytes
-    page_cache.drop([file.path for file in files.files])
-    return nbytes
 
 
 def _pieces(source: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Shard, torch.Tensor]]:

@@ -19,11 +19,12 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm_h3_plugin.checkpoint import page_cache
 from vllm_h3_plugin.checkpoint.loader import Shard
 from vllm_h3_plugin.checkpoint.reader import WeightSource
+from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.checkpoint.snapshot import Snapshot
 from vllm_h3_plugin.checkpoint.snapshot_writer import SnapshotWriter
 from vllm_h3_plugin.conditioning.schedule import Schedule
 from vllm_h3_plugin.errors import CheckpointError
-from vllm_h3_plugin.host import loading, snapshots
+from vllm_h3_plugin.host import loading, shared_base, snapshots
 from vllm_h3_plugin.host.adaln import AdalnTables, LayerProjections
 from vllm_h3_plugin.host.parts import Part, file_digests, make_part, make_tables, read_options
 from vllm_h3_plugin.host.progress import Progress
@@ -38,7 +39,8 @@ class Loaded:
     """What a load did, for the log and ``/v1/h3/info``.
 
     Attributes:
-        origin: ``checkpoint`` or ``snapshot``.
+        origin: ``checkpoint``, ``snapshot`` or ``shared base``.
+        base: what was taken of a base that ranks share; None if none is shared.
         detail: the snapshot's id and state, or why there is none.
         nbytes: bytes of tensors that were read, AdaLN included.
         seconds: by part, and ``total``.
@@ -52,6 +54,7 @@ class Loaded:
     seconds: dict[str, float] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)
     layers: dict[str, dict[str, int]] = field(default_factory=dict)
+    base: shared_base.Attached | None = None
 
 
 class WeightLoading:
@@ -84,6 +87,10 @@ class WeightLoading:
         self._settings = settings
         self._progress = progress
         self._rank = rank
+        self._ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        self._device: torch.device = pipeline.device
+        self.base: SharedBase | None = None
+        """What this rank's views lie in, where a base is shared."""
         self._schedules = default_schedule
         self._read = read_options(settings, pipeline.device)
         self._snapshots = Snapshots(session, settings.cache_dir.expanduser(), settings.snapshot)
@@ -102,7 +109,8 @@ class WeightLoading:
             SnapshotError: H3_SNAPSHOT=require and there is no sound snapshot that fits.
         """
         started = time.perf_counter()
-        loaded = self._from_snapshot() or self._from_checkpoint()
+        shared = shared_base.wanted(self._settings, self._ranks, self._snapshots)
+        loaded = self._from_base() if shared else self._from_snapshot() or self._from_checkpoint(self._rank == 0)
         for name, tables in self.tables.items():
             begun = time.perf_counter()
             tables.activate(self._schedules[name], self._progress.loading(f"AdaLN table of {name}"))
@@ -116,6 +124,32 @@ class WeightLoading:
         release_host_buffers()
         self._progress.phase("idle")
         loaded.seconds["total"] = round(time.perf_counter() - started, 3)
+        return loaded
+
+    def _from_base(self) -> Loaded:
+        built: list[Loaded] = []
+        ranks = shared_base.BaseOfRanks(
+            self._snapshots,
+            self._rank,
+            self._ranks,
+            lambda: built.append(self._from_checkpoint(True)),
+            self._progress.phase,
+        )
+        taken = ranks.take()
+        loaded = built[-1] if built else Loaded("shared base")
+        if taken.base is None:
+            return loaded
+        self.base = taken.base
+        on_cpu = self._device.type == "cpu"
+        for part in self._parts if on_cpu or not built else ():
+            begun = time.perf_counter()
+            self._progress.phase(f"taking {part.name} from the shared base")
+            # A stage that is to be dropped needs memory of its own to drop.
+            nbytes = shared_base.attach(taken.base, part, views=on_cpu and self._settings.resident == "all")
+            loaded.nbytes += 0 if built else nbytes
+            loaded.seconds.setdefault(part.name, round(time.perf_counter() - begun, 3))
+        loaded.detail = loaded.detail or taken.base.snapshot.id
+        loaded.base = shared_base.report(taken, taken.base, self._ranks)
         return loaded
 
     def _from_snapshot(self) -> Loaded | None:
@@ -138,9 +172,9 @@ class WeightLoading:
             loaded.seconds[part.name] = round(time.perf_counter() - begun, 3)
         return loaded
 
-    def _from_checkpoint(self) -> Loaded:
+    def _from_checkpoint(self, write: bool) -> Loaded:
         loaded = Loaded()
-        writer = self._snapshots.writer(self._parts) if self._rank == 0 else None
+        writer = self._snapshots.writer(self._parts) if write else None
         try:
             digests = file_digests(self._settings, self._session.inventory)
             for part in self._parts:

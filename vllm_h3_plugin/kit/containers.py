@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
+import shlex
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vllm_h3_plugin.errors import BusyError, H3Error, ToolMissingError
+from vllm_h3_plugin.errors import BusyError, H3Error, ServerError, ToolMissingError
 from vllm_h3_plugin.kit.outside import Outside
 from vllm_h3_plugin.kit.project import Project
+from vllm_h3_plugin.kit.words import call, plain, plain_line
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.preflight.checks import containers as engine_checks
 from vllm_h3_plugin.preflight.machine import Ran
@@ -26,6 +30,13 @@ _NO_COMPOSE = re.compile(r"unknown command: docker compose|'compose' is not a \w
 _NO_ENGINE = re.compile(
     r"not installed|permission denied.* (daemon|docker)|cannot connect to the .*daemon", re.IGNORECASE
 )
+
+_VANISHED = re.compile(r"no such (object|container)", re.IGNORECASE)
+_LOOKS = 3
+"""Times that a container may vanish between the list and its description."""
+
+LOG_TIMEOUT_S = 10.0
+_KEPT_LINES = 20_000
 
 
 @dataclass(frozen=True)
@@ -87,12 +98,21 @@ def list_containers(outside: Outside, project: Project) -> tuple[Container, ...]
         ToolMissingError: the engine is not there, does not run, or does not talk to this user.
     """
     label = f"label={PROJECT_LABEL}={project.name}"
-    listed = ask(outside, project, ("ps", "--all", "--quiet", "--no-trunc", "--filter", label))
-    ids = listed.split()
-    if not ids:
-        return ()
-    described = json.loads(ask(outside, project, ("inspect", "--type", "container", *ids)))
-    return tuple(_container(one) for one in described)
+    for _ in range(_LOOKS):
+        ids = ask(outside, project, ("ps", "--all", "--quiet", "--no-trunc", "--filter", label)).split()
+        if not ids:
+            return ()
+        answer = outside.run((project.engine, "inspect", "--type", "container", *ids))
+        if isinstance(answer, Ran) and answer.code == 0:
+            return _described(project.engine, answer.stdout)
+        reason = answer.reason if isinstance(answer, Unknown) else said(answer)
+        if not _VANISHED.search(reason):
+            raise engine_error(project.engine, reason)
+    raise ServerError(
+        f"the containers of project {project.name} change while they are looked at",
+        why=reason,
+        fix="Another command works on them: try again once it has ended.",
+    )
 
 
 def server_of(containers: Sequence[Container]) -> Container | None:
@@ -107,7 +127,7 @@ def check_of(containers: Sequence[Container], server: str) -> Container | None:
     return next((one for one in containers if one.service == wanted), None)
 
 
-def refuse_foreign(containers: Sequence[Container], project: Project) -> None:
+def refuse_foreign(outside: Outside, containers: Sequence[Container], project: Project) -> None:
     """Containers of another checkout may carry the same name; compose would take them for its own.
 
     Raises:
@@ -118,22 +138,33 @@ def refuse_foreign(containers: Sequence[Container], project: Project) -> None:
             raise BusyError(
                 f"container {one.name} was made from {one.compose_files}",
                 why=f"it bears the project name {project.name}, but is not of {project.file}; it was left alone",
-                fix=f"Go on in that checkout, or remove it there: `vllm-h3 down --directory {_folder(one)}`.",
+                fix=_elsewhere(outside, one, project),
                 container=one.name,
             )
 
 
 def read_log(
-    outside: Outside, project: Project, container: Container, lines: int = 400, *, whole: bool = False
+    outside: Outside,
+    project: Project,
+    container: Container,
+    lines: int = 400,
+    *,
+    whole: bool = False,
+    timeout_s: float | None = None,
 ) -> list[str]:
-    """The end of a container's log, output and messages together; empty if it cannot be read.
+    """The end of a container's log, output and messages together, without escapes; empty if it cannot be read.
 
     Args:
         whole: also what was printed before its last start.
+        timeout_s: an engine that takes longer is not waited for, nor one that takes ``LOG_TIMEOUT_S``; what it gave
+            until then counts.
     """
     since = () if whole or container.started_at is None else ("--since", container.started)
     try:
-        return list(outside.lines((project.engine, "logs", *since, "--tail", str(lines), container.id)))
+        words = (project.engine, "logs", *since, "--tail", str(lines), container.id)
+        limit = LOG_TIMEOUT_S if timeout_s is None else min(timeout_s, LOG_TIMEOUT_S)
+        # An engine that does not keep to --tail must not fill the memory either.
+        return [plain_line(line) for line in deque(outside.lines(words, limit), maxlen=max(lines, _KEPT_LINES))]
     except ToolMissingError:
         return []
 
@@ -169,37 +200,72 @@ def engine_error(engine: str, reason: str) -> H3Error:
 
 def said(answer: Ran) -> str:
     """The last line of what a command said."""
-    lines = [line.strip() for line in f"{answer.stdout}\n{answer.stderr}".splitlines() if line.strip()]
+    lines = [line.strip() for line in plain(f"{answer.stdout}\n{answer.stderr}").splitlines() if line.strip()]
     # Docker ends its complaint about an unknown command with a hint at its own help.
     lines = [line for line in lines if not line.startswith(("Run 'docker", "See 'docker"))] or lines
     return lines[-1][:400] if lines else f"it ended with code {answer.code} and said nothing"
 
 
+def _described(engine: str, text: str) -> tuple[Container, ...]:
+    """
+    Raises:
+        ToolMissingError: it is nothing that docker would say.
+    """
+    try:
+        described = json.loads(text)
+    except (ValueError, RecursionError):
+        described = None
+    if not isinstance(described, list) or not all(isinstance(one, dict) for one in described):
+        seen = plain(text).strip()[:80] or "nothing"
+        raise ToolMissingError(
+            f"{engine} cannot be used",
+            why=f"its answer to `{engine} inspect` is not understood: {seen}",
+            fix="Name a program that answers like docker with --engine.",
+        )
+    return tuple(_container(one) for one in described)
+
+
 def _container(one: Mapping[str, Any]) -> Container:
-    state = one.get("State") or {}
-    config = one.get("Config") or {}
-    labels = config.get("Labels") or {}
-    health = state.get("Health") or {}
-    logged = health.get("Log") or []
-    status = str(state.get("Status", ""))
+    state, config = _object(one, "State"), _object(one, "Config")
+    labels, health = _object(config, "Labels"), _object(state, "Health")
+    logged = health.get("Log")
+    last = logged[-1] if isinstance(logged, list) and logged and isinstance(logged[-1], dict) else {}
+    ports = _object(_object(one, "NetworkSettings"), "Ports") or _object(_object(one, "HostConfig"), "PortBindings")
+    status, started = _text(state, "Status"), _text(state, "StartedAt")
     return Container(
-        id=str(one.get("Id", "")),
-        name=str(one.get("Name", "")).lstrip("/"),
-        service=str(labels.get(SERVICE_LABEL, "")),
+        id=_text(one, "Id"),
+        name=_text(one, "Name").lstrip("/"),
+        service=_text(labels, SERVICE_LABEL),
         status=status,
-        exit_code=int(state.get("ExitCode") or 0),
-        error=str(state.get("Error") or ""),
+        exit_code=_whole(state, "ExitCode"),
+        error=_text(state, "Error"),
         oom_killed=bool(state.get("OOMKilled")),
-        restarts=int(one.get("RestartCount") or 0),
-        health=str(health.get("Status") or "") if status == "running" else "",
-        health_said=str(logged[-1].get("Output") or "").strip() if logged else "",
-        started_at=_seconds(str(state.get("StartedAt") or "")),
-        started=str(state.get("StartedAt") or ""),
-        image=str(config.get("Image") or ""),
-        image_id=str(one.get("Image") or ""),
-        url=_url((one.get("NetworkSettings") or {}).get("Ports") or (one.get("HostConfig") or {}).get("PortBindings")),
-        compose_files=str(labels.get(FILE_LABEL) or ""),
+        restarts=_whole(one, "RestartCount"),
+        health=_text(health, "Status") if status == "running" else "",
+        health_said=_text(last, "Output").strip(),
+        started_at=_seconds(started),
+        started=started,
+        image=_text(config, "Image"),
+        image_id=_text(one, "Image"),
+        url=_url(ports),
+        compose_files=_text(labels, FILE_LABEL),
     )
+
+
+def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(raw: Mapping[str, Any], name: str) -> str:
+    found = raw.get(name)
+    return plain(found) if isinstance(found, str) else ""
+
+
+def _whole(raw: Mapping[str, Any], name: str) -> int:
+    """A number, which some engines write as text; 0 where it is none."""
+    found = str(raw.get(name))
+    return int(found) if re.fullmatch(r"\d{1,9}", found, re.ASCII) else 0
 
 
 def _seconds(text: str) -> float | None:
@@ -211,19 +277,25 @@ def _seconds(text: str) -> float | None:
     return found.timestamp() if found.year > 1 else None
 
 
-def _url(ports: Mapping[str, Any] | None) -> str | None:
-    for bindings in (ports or {}).values():
-        for binding in bindings or []:
-            if binding.get("HostPort"):
-                return f"http://{reachable(str(binding.get('HostIp') or ''))}:{binding['HostPort']}"
+def _url(ports: Mapping[str, Any]) -> str | None:
+    for bindings in ports.values():
+        for binding in bindings if isinstance(bindings, list) else ():
+            port = _whole(binding, "HostPort") if isinstance(binding, dict) else 0
+            address = reachable(_text(binding, "HostIp")) if 0 < port < 2**16 else None
+            if address:
+                return f"http://{address}:{port}"
     return None
 
 
-def reachable(address: str) -> str:
-    """An address to connect to, for one that is listened on, as a URL has it."""
-    if address in ("", "0.0.0.0", "::"):  # read, not bound
+def reachable(address: str) -> str | None:
+    """An address to connect to, for one that is listened on, as a URL has it; None if it is none."""
+    if address in ("", "0.0.0.0", "::", "[::]"):  # read, not bound
         return "127.0.0.1"
-    return f"[{address}]" if ":" in address else address
+    bare = address[1:-1] if address[0] + address[-1] == "[]" else address
+    try:
+        return f"[{bare}]" if ipaddress.ip_address(bare).version == 6 else bare
+    except ValueError:
+        return address if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", address) else None
 
 
 def _same_file(label: str, file: Path) -> bool:
@@ -232,5 +304,12 @@ def _same_file(label: str, file: Path) -> bool:
     return any(path.resolve() == file.resolve() if path.is_absolute() else path.name == file.name for path in named)
 
 
-def _folder(container: Container) -> str:
-    return str(Path(container.compose_files.split(",")[0]).parent)
+def _elsewhere(outside: Outside, container: Container, project: Project) -> str:
+    """How to remove a container of another checkout."""
+    files = Path(container.compose_files.split(",")[0])
+    if outside.machine.exists(files):
+        engine = "" if project.engine == "docker" else f"--engine {shlex.quote(project.engine)}"
+        there = call("down", engine, f"--directory {shlex.quote(str(files.parent))}")
+        return f"Go on in that checkout, or remove it there: `{there}`."
+    by_hand = f"{project.engine} compose --project-name {shlex.quote(project.name)} down"
+    return f"That checkout is gone. By hand, which waits for no job: `{by_hand}`; the volumes stay."

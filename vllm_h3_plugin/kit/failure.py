@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from vllm_h3_plugin.errors import H3Error, ServerError
 from vllm_h3_plugin.kit.containers import Container
+from vllm_h3_plugin.kit.words import call
 from vllm_h3_plugin.serving.log_cause import class_of_exit_code, find_cause
 
 _SIGNALLED = 128
@@ -42,7 +43,7 @@ def failure(what: str, container: Container, log: Sequence[str], *, flags: str =
     Args:
         what: what could not be done.
     """
-    whole = f"`vllm-h3 logs{flags}` has the whole log."
+    whole = f"`{call('logs', flags)}` has the whole log."
     if container.oom_killed:
         return ServerError(
             what,

@@ -37,6 +37,11 @@ class Held:
     own_bytes: int = 0
     available_bytes: int = 0
 
+    def and_also(self, other: Held) -> Held:
+        """What both held; what was free is ``other``'s, which was measured later."""
+        main, own = self.main_bytes + other.main_bytes, self.own_bytes + other.own_bytes
+        return Held(self.pids | other.pids, main, own, other.available_bytes)
+
 
 @dataclass(frozen=True)
 class Missing:

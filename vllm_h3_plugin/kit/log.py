@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from vllm_h3_plugin.serving.log_cause import COLOUR
+from vllm_h3_plugin.kit.words import plain_line
 
 # One line for each health check and each look of a client: more lines than everything else together.
 _POLL = re.compile(r'"GET /(?:health|v1/h3/info|v1/videos(?:/[\w-]+)?(?:\?\S*)?|metrics)(?: HTTP/[\d.]+)?" 200\b')
@@ -24,9 +24,9 @@ _MARKS = (
 
 
 def readable(lines: Iterable[str]) -> Iterator[str]:
-    """Lines without colours, progress bars that overwrite themselves, empty lines and answered polls."""
+    """Lines without escapes, progress bars that overwrite themselves, empty lines and answered polls."""
     for line in lines:
-        text = COLOUR.sub("", line).rstrip().rpartition("\r")[2]
+        text = plain_line(line)
         if text.strip() and not _POLL.search(text):
             yield text
 
@@ -34,7 +34,7 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
 def start_phase(lines: Sequence[str]) -> tuple[str, str]:
     """What a server that starts is at, by its log: a phase, and how far it is within it."""
     for line in reversed(lines):
-        text = COLOUR.sub("", line)
+        text = plain_line(line)
         found = _LOADING.search(text)
         if found:
             detail = f"{found['done']} of {found['total']} GiB, {found['rate']} GiB/s, {found['left']} s left"

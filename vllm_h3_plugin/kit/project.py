@@ -98,9 +98,9 @@ def open_project(
 
 
 def variable(outside: Outside, project: Project, name: str) -> str:
-    """A variable as compose would have it: the caller's, else the ``.env`` file's; empty where neither has it."""
+    """A variable as compose would have it: the caller's, be it empty, else the ``.env`` file's; empty without both."""
     environ = outside.machine.environ
-    if environ.get(name):
+    if name in environ:
         return environ[name]
     raw = outside.machine.read(project.env_file or project.folder / ".env")
     return "" if isinstance(raw, Unknown) else parse_env(raw, environ=environ).values.get(name, "")

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import httpx
 
-from vllm_h3_plugin.errors import BusyError, H3Error, ServerError, SettingsError
-from vllm_h3_plugin.kit.answers import ask_server, url_of
+from vllm_h3_plugin.errors import BusyError, H3Error, HostError, ServerError, SettingsError
+from vllm_h3_plugin.kit.answers import Answers, ask_server, url_of
 from vllm_h3_plugin.kit.containers import (
     Container,
     check_of,
@@ -28,6 +27,8 @@ from vllm_h3_plugin.kit.failure import failure
 from vllm_h3_plugin.kit.log import start_phase
 from vllm_h3_plugin.kit.outside import Outside
 from vllm_h3_plugin.kit.project import Project
+from vllm_h3_plugin.kit.told import tidy_text
+from vllm_h3_plugin.kit.words import call, plain
 from vllm_h3_plugin.preflight.check import Unknown
 from vllm_h3_plugin.serving.server import prove_active
 
@@ -94,7 +95,7 @@ class Starter:
             H3Error: of the class that fits the cause.
         """
         containers = list_containers(self._outside, self._project)
-        refuse_foreign(containers, self._project)
+        refuse_foreign(self._outside, containers, self._project)
         server = server_of(containers)
         if server is not None and server.up:
             return self._join(server)
@@ -110,21 +111,21 @@ class Starter:
             raise BusyError(
                 f"{server.name} runs, and {self._project.server} was asked for",
                 why="one role is served at a time",
-                fix=f"`vllm-h3 down{self._project.flags}` first.",
+                fix=f"`{self._call('down')}` first.",
             )
         same = self._same_configuration()
         if same is False:
             raise BusyError(
                 f"{server.name} runs with another configuration or image",
                 why="compose would end it, with the job in it, to start the new one",
-                fix=f"`vllm-h3 down{self._project.flags}`, which waits for the job, and then `vllm-h3 up` again.",
+                fix=f"`{self._call('down')}`, which waits for the job, and then `{self._call('up')}` again.",
             )
         return self._wait(already=True, compared=same is not None, since=server.restarts)
 
     def _same_configuration(self) -> bool | None:
         """Compose's own judgement, without its deed; None where this compose has none."""
         argv = self._project.compose("--dry-run", "up", "--detach", "--no-deps", self._project.server)
-        answer = self._outside.run(argv, 60)
+        answer = self._outside.run(argv, min(60.0, max(1.0, self._timeout_s)))
         if isinstance(answer, Unknown) or answer.code:
             return None
         verdicts = re.findall(r"Container\s+\S+\s+(\w+)", f"{answer.stdout}\n{answer.stderr}")
@@ -133,7 +134,8 @@ class Starter:
         return True if "Running" in verdicts else None
 
     def _compose_up(self) -> None:
-        answer = self._outside.run(self._project.compose("up", "--detach"), _COMPOSE_TIMEOUT_S)
+        limit = min(_COMPOSE_TIMEOUT_S, max(1.0, self._timeout_s))
+        answer = self._outside.run(self._project.compose("up", "--detach"), limit)
         if isinstance(answer, Unknown):
             if is_engine_fault(answer.reason):
                 raise engine_error(self._project.engine, answer.reason)
@@ -145,7 +147,9 @@ class Starter:
         missing = _REQUIRED.search(text)
         if missing:
             raise SettingsError(
-                f"{missing['name']} has no value", why="compose cannot start without it", fix=missing["text"].strip()
+                f"{missing['name']} has no value",
+                why="compose cannot start without it",
+                fix=plain(missing["text"]).strip(),
             )
         containers = list_containers(self._outside, self._project)
         check = check_of(containers, self._project.server)
@@ -174,17 +178,17 @@ class Starter:
             seconds = self._seconds()
             self._require_alive(server, since)
             url = server.url or url_of(self._outside, self._project)
-            with self._outside.http(url, self._key) as http, suppress(httpx.TransportError):
+            with self._outside.http(url, self._key) as http:
                 answers = ask_server(http)
-                if answers.well:
-                    # Who has no key cannot look inside; the server's own start has proved the plugin then.
-                    info = {} if answers.wants_key else prove_active(http)
-                    return Up(url, seconds, already, compared, info)
-            log = read_log(self._outside, self._project, server)
+                if answers.well and self._proved(http, answers):
+                    return Up(url, seconds, already, compared, dict(answers.info))
+            left = max(1.0, self._timeout_s - self._seconds())
+            log = read_log(self._outside, self._project, server, timeout_s=left)
             phase, detail = start_phase(log)
             self._say(phase, detail)
-            if seconds > self._timeout_s:
+            if self._seconds() > self._timeout_s:
                 at = f"{phase}, {detail}" if detail else phase
+                at += f"; {answers.no_info}" if answers.no_info else ""
                 raise ServerError(
                     f"the server was not ready after {self._timeout_s:.0f} s",
                     why=f"it is still at: {at}",
@@ -192,18 +196,51 @@ class Starter:
                 )
             self._outside.sleep(LOOK_S)
 
+    def _proved(self, http: httpx.Client, answers: Answers) -> bool:
+        """Whether it can be told that this plugin serves.
+
+        Raises:
+            HostError: it does not.
+        """
+        # Who has no key cannot look inside; the server's own start has proved the plugin then.
+        if answers.wants_key:
+            return True
+        # Any other status is a moment's trouble: it is asked again.
+        if answers.info_status not in (200, 404):
+            return False
+        try:
+            prove_active(http)
+        except httpx.RequestError:
+            return False
+        except H3Error as exc:
+            what, why, fix = (tidy_text(text, self._key or "") for text in (exc.what, exc.why, exc.fix))
+            raise type(exc)(what, why=why, fix=fix) from exc
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+            raise HostError(
+                "what answers is no server of this project",
+                why=answers.no_info or "its answer to GET /v1/h3/info is not understood",
+                fix=f"See what listens at {http.base_url}: `{self._call('status')}`.",
+            ) from exc
+        return True
+
     def _require_alive(self, server: Container, since: int) -> None:
         """
         Raises:
-            H3Error: it ended, ends again and again, or is unhealthy.
+            H3Error: it ended, ends again and again, is paused or unhealthy.
         """
+        if server.status == "paused":
+            raise ServerError(
+                f"{server.name} is paused",
+                why="somebody has stopped its processes for a while, and it answers nothing",
+                fix=f"`{self._project.engine} unpause {server.name}`, then `{self._call('up')}`.",
+                container=server.name,
+            )
         if server.health == "unhealthy":
-            flags = self._project.flags
             raise ServerError(
                 f"{server.name} is unhealthy",
                 why=" ".join(server.health_said.split()) or "its health check fails and says nothing",
-                fix=f"The engine does not restart it by itself: `vllm-h3 down --now{flags}`, then `vllm-h3 up{flags}`. "
-                f"`vllm-h3 logs{flags}` has its log.",
+                fix=f"The engine does not restart it by itself: `{self._call('down', '--now')}`, then "
+                f"`{self._call('up')}`. `{self._call('logs')}` has its log.",
                 container=server.name,
             )
         if server.status in ("exited", "dead"):
@@ -219,7 +256,7 @@ class Starter:
             raise ServerError(
                 "the server's container is gone",
                 why="somebody removed it while it started",
-                fix=f"Start it again: `vllm-h3 up{self._project.flags}`.",
+                fix=f"Start it again: `{self._call('up')}`.",
             )
         return server
 
@@ -234,9 +271,12 @@ class Starter:
     def _say(self, phase: str, detail: str = "") -> None:
         self._on_look(Look(self._seconds(), phase, detail))
 
+    def _call(self, verb: str, *words: str) -> str:
+        return call(verb, *words, self._project.flags)
+
     def _follow(self) -> str:
-        flags = self._project.flags
-        return f"Follow it: `vllm-h3 up{flags}` or `vllm-h3 logs -f{flags}`; stop it: `vllm-h3 down{flags}`."
+        follow = f"`{self._call('up')}` or `{self._call('logs', '-f')}`"
+        return f"Follow it: {follow}; stop it: `{self._call('down')}`."
 
     def _preflight_again(self) -> str:
-        return f"`vllm-h3 preflight` looks at the machine; `vllm-h3 logs{self._project.flags}` has its log."
+        return f"`{call('preflight')}` looks at the machine; `{self._call('logs')}` has its log."

@@ -13,7 +13,7 @@ from vllm_h3_plugin.kit.answers import STUCK_AFTER_S, Answers
 from vllm_h3_plugin.kit.containers import Container, check_of, server_of
 from vllm_h3_plugin.kit.failure import ended, one_line_cause
 from vllm_h3_plugin.kit.log import start_phase
-from vllm_h3_plugin.kit.words import doing, seconds_left, span
+from vllm_h3_plugin.kit.words import call, doing, seconds_left, span
 
 
 class State(Enum):
@@ -84,6 +84,7 @@ class Status:
             "image": (info.get("provenance") or {}).get("image"),
             "container": None if self.container is None else self.container.as_dict(),
             "no_containers": self.no_containers or None,
+            "not_understood": list(self.answers.odd),
         }
 
 
@@ -101,24 +102,28 @@ def judge(
     flags: str = "",
     no_containers: str = "",
     stuck_after_s: float = STUCK_AFTER_S,
+    no_key: str = "",
 ) -> Status:
     """Decide. The engine's word counts where the server itself gives none, or calls itself well and is not.
 
     Args:
         log: the end of the log of the server's container, or of the check's where no server was started.
         flags: what verbs in remedies must be told to mean the same project.
+        no_key: why the server's key, which is named somewhere, cannot be had.
     """
     server = server_of(containers)
 
     def status(state: State, detail: str, remedy: str = "", one: Container | None = server) -> Status:
         return Status(state, detail, remedy, answers, one, no_containers, now)
 
-    restart = f"Restart it: `vllm-h3 down --now{flags} && vllm-h3 up{flags}`; the engine does not do it by itself."
-    errors = f"`vllm-h3 logs --errors{flags}` has the cause."
+    start = f"Start it: `{call('up', flags)}`."
+    stop = call("down", "--now", flags)
+    restart = f"Restart it: `{stop} && {call('up', flags)}`; the engine does not do it by itself."
+    errors = f"`{call('logs', '--errors', flags)}` has the cause."
     if answers.health is not None and not answers.well:
         return status(State.UNHEALTHY, f"/health gave {answers.health}: its engine is dead", f"{errors} {restart}")
     if answers.well:
-        return _of_a_living(answers, server, status, now, stuck_after_s, restart)
+        return _of_a_living(answers, server, status, now, stuck_after_s, restart, errors, no_key)
     if server is None:
         check = check_of(containers, "server") or next(iter(containers), None)
         if check is not None and check.up:
@@ -127,15 +132,21 @@ def judge(
             return status(State.STOPPED, f"the check before the start failed: {one_line_cause(log)}", errors, check)
         if answers.mute:
             return status(State.UNHEALTHY, answers.silence, "Ask again in a minute; if it lasts, restart it.")
-        return status(State.STOPPED, f"nothing answers: {answers.silence}", f"Start it: `vllm-h3 up{flags}`.")
+        return status(State.STOPPED, f"nothing answers: {answers.silence}", start)
     if server.status == "restarting":
         what = f"it ends as soon as it starts (restarted {server.restarts} times): {one_line_cause(log)}"
-        return status(State.UNHEALTHY, what, f"{errors} Stop it: `vllm-h3 down --now{flags}`.")
+        return status(State.UNHEALTHY, what, f"{errors} Stop it: `{stop}`.")
     if server.health == "unhealthy":
         return status(State.UNHEALTHY, f"its health check fails: {_health(server) or answers.silence}", restart)
+    if server.status == "paused":
+        wake = f"Wake it with the engine: `unpause {server.name}`; or stop it: `{stop}`."
+        return status(State.UNHEALTHY, "its container is paused", wake)
     if server.status == "running":
         if answers.mute and server.health == "healthy":
             return status(State.BUSY, f"{answers.silence}; moving and encoding frames can hold it for a minute")
+        if server.health == "healthy":
+            what = f"its health check passes, but nothing answers here: {answers.silence}"
+            return status(State.UNHEALTHY, what, f"See which address and port reach it. {restart}")
         phase, how_far = start_phase(log)
         again = f", after {server.restarts} restarts" if server.restarts else ""
         return status(State.STARTING, ", ".join(filter(None, (phase, how_far))) + again)
@@ -145,10 +156,10 @@ def judge(
             return status(State.STARTING, "the check before the start runs")
         if check is not None and check.exit_code:
             return status(State.STOPPED, f"the check before the start failed: {one_line_cause(log)}", errors)
-        return status(State.STOPPED, server.error or "it was made and not started", f"Start it: `vllm-h3 up{flags}`.")
+        return status(State.STOPPED, server.error or "it was made and not started", start)
     why = ended(server)
     cause = f": {one_line_cause(log)}" if server.exit_code and log else ""
-    return status(State.STOPPED, f"{why}{cause}", f"Start it: `vllm-h3 up{flags}`.")
+    return status(State.STOPPED, f"{why}{cause}", start)
 
 
 def failure_of(status: Status) -> H3Error | None:
@@ -166,6 +177,8 @@ def _of_a_living(
     now: float,
     stuck_after_s: float,
     restart: str,
+    errors: str,
+    no_key: str,
 ) -> Status:
     stuck = answers.stuck(now, stuck_after_s)
     if stuck:
@@ -174,14 +187,20 @@ def _of_a_living(
         return status(State.UNHEALTHY, f"it answers, but its health check fails: {_health(server)}", restart)
     if answers.wants_key:
         key = "Set H3_API_KEY_FILE to the file with its key to see what it does."
-        return status(State.READY, f"it answers, but {answers.no_info}", key)
+        but = f"{answers.no_info}, and {no_key}" if no_key else answers.no_info
+        return status(State.READY, f"it answers, but {but}", key)
     if not answers.info:
-        remedy = "Start it with `vllm-h3 up` or `vllm-h3 serve`, or name another with --url."
+        if answers.info_status not in (None, 200, 404):
+            return status(State.UNHEALTHY, f"it answers, but {answers.no_info}", f"Ask again; if it lasts: {errors}")
+        remedy = f"Start it with `{call('up')}` or `vllm-h3 serve`, or name another with --url."
         return status(State.UNHEALTHY, f"it answers, but {answers.no_info}", remedy)
     if answers.progress:
         return status(State.BUSY, doing(answers.progress, now))
     if answers.busy:
         return status(State.BUSY, "preparing a request, or encoding its clip")
+    if answers.unsure:
+        what = f"it answers, but whether a job runs is not known: {answers.unsure}"
+        return status(State.UNHEALTHY, what, "Ask again; if it lasts, another program or version may answer there.")
     return status(State.READY, "nothing to do")
 
 

@@ -3,10 +3,43 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
 GIB = 2**30
+
+# ECMA-48: control sequences, strings that a terminal takes as title or clipboard, two-character escapes.
+_ESCAPES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)|\x1b[ -/]*[0-~]?",
+    re.DOTALL,
+)
+# What is left of control characters, what turns the direction of text, and what cannot be printed as UTF-8.
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Text of a server, a log or an engine without what a terminal would obey. Lines and tabs stay."""
+    return _CONTROLS.sub("", _ESCAPES.sub("", text)).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def plain_line(line: str) -> str:
+    """One line of a log as a terminal shows it in the end: a bar that overwrites itself leaves its last state."""
+    return plain(_ESCAPES.sub("", line).rstrip().rpartition("\r")[2])
+
+
+def call(verb: str, *words: str) -> str:
+    """A verb as its reader calls it: by make where make started this process, for its user has no ``vllm-h3`` on PATH.
+
+    Args:
+        words: flags; each may hold several, or none.
+    """
+    flags = " ".join(word.strip() for word in words if word.strip())
+    if not os.environ.get("MAKELEVEL"):
+        return f"vllm-h3 {verb} {flags}".rstrip()
+    return f"make {verb}" + (f" ARGS={shlex.quote(flags)}" if flags else "")
 
 
 def gib(nbytes: float) -> str:
@@ -26,10 +59,10 @@ def span(seconds: float) -> str:
 
 def seconds_left(progress: Mapping[str, Any], now: float) -> float | None:
     """Until the last denoise step is done, by the steps measured so far; None before there is one."""
-    each, steps = progress.get("seconds_per_step"), progress.get("steps")
-    if not each or not steps:
+    each, steps, moved = progress.get("seconds_per_step"), progress.get("steps"), progress.get("time")
+    if not each or not steps or moved is None:
         return None
-    since = max(0.0, now - float(progress["time"]))
+    since = max(0.0, now - float(moved))
     return float(max(0.0, (steps - progress["step"]) * each - min(since, each)))
 
 

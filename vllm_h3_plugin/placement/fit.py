@@ -41,17 +41,23 @@ class Load:
 
     Attributes:
         parts: part -> bytes of its weights there.
+        stages: whether stages take turns once all are loaded.
         phase: the widest phase that the card takes part in, and its bytes.
     """
 
     card: int
     parts: dict[str, int]
     phase: tuple[str, int]
+    stages: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Weights and the widest phase."""
-        return sum(self.parts.values()) + self.phase[1]
+        """Weights and the widest phase. Stages that take turns need all weights at the load, and then the widest."""
+        weights = sum(self.parts.values())
+        if not self.stages:
+            return weights + self.phase[1]
+        vaes = sum(nbytes for part, nbytes in self.parts.items() if part.endswith("vae"))
+        return max(weights, max(vaes, *self.parts.values(), 0) + self.phase[1])
 
     def __str__(self) -> str:
         parts = " + ".join(f"{part} {nbytes / GIB:.1f}" for part, nbytes in self.parts.items())
@@ -59,8 +65,10 @@ class Load:
         return f"card {self.card}: {self.nbytes / GIB:.1f} GiB ({parts} + {name} {nbytes / GIB:.1f})"
 
 
-def loads(placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe) -> tuple[Load, ...]:
-    """Predicted bytes of each card."""
+def loads(
+    placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe, *, stages: bool = False
+) -> tuple[Load, ...]:
+    """Predicted bytes of each card; ``stages``: those of the stage that runs, once all were loaded."""
     given = plan(recipe, linear_layers(shapes.dit, shapes.text))
     whole = predict_resident(shapes, given).parts
     cut = predict_resident(shapes, given, tp=placed.text_encoder_tp).parts
@@ -75,11 +83,13 @@ def loads(placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe) -> t
             for name, nbytes in phases.items():
                 if name.startswith(_PHASES[part]) and nbytes > widest[1]:
                     widest = (name, nbytes)
-        result.append(Load(card, {part: size for part, size in parts.items() if size}, widest))
+        result.append(Load(card, {part: size for part, size in parts.items() if size}, widest, stages))
     return tuple(result)
 
 
-def check_fit(placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe, card_gib: float) -> tuple[Load, ...]:
+def check_fit(
+    placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe, card_gib: float, *, stages: bool = False
+) -> tuple[Load, ...]:
     """Refuse what does not fit, with the numbers and the recipe that would.
 
     Args:
@@ -88,7 +98,7 @@ def check_fit(placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe, 
     Raises:
         RecipeError: a card would hold more than it has.
     """
-    found = loads(placed, cards, shapes, recipe)
+    found = loads(placed, cards, shapes, recipe, stages=stages)
     over = [load for load in found if load.nbytes > card_gib * GIB]
     if not over:
         return found
@@ -96,15 +106,20 @@ def check_fit(placed: Hosting, cards: int, shapes: ModelShapes, recipe: Recipe, 
         (
             other
             for other in _others(recipe)
-            if all(load.nbytes <= card_gib * GIB for load in loads(placed, cards, shapes, other))
+            if all(load.nbytes <= card_gib * GIB for load in loads(placed, cards, shapes, other, stages=stages))
         ),
         None,
+    )
+    turns = not stages and all(
+        load.nbytes <= card_gib * GIB for load in loads(placed, cards, shapes, recipe, stages=True)
     )
     fix = (
         f"Recipe {fitting.name} fits: {fitting.description}"
         if fitting
         else "No recipe of this kind fits: use more cards (role maps two-resident, four) or cards with more memory."
     )
+    if turns:
+        fix += " Stages that take turns fit too: --resident stage."
     raise RecipeError(
         f"recipe {recipe.name} does not fit on {', '.join(f'card {load.card}' for load in over)} of {card_gib:g} GiB",
         why="; ".join(map(str, over)),

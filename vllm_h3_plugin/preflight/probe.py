@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,30 +90,23 @@ def docker(machine: Machine) -> Docker | Unknown:
 
 def compose(machine: Machine) -> str | Unknown:
     """Version of the compose plugin."""
-    answer = machine.run(("docker", "compose", "version", "--short"))
-    if isinstance(answer, Unknown):
-        return answer
-    return answer.stdout.strip() if answer.code == 0 else Unknown(_said(answer, "docker compose"))
+    told = _told(machine, "docker compose", ("docker", "compose", "version", "--short"))
+    return told if isinstance(told, Unknown) else told.strip()
 
 
 def buildx(machine: Machine) -> str | Unknown:
     """Version of the buildx plugin, which ``make build`` needs."""
-    answer = machine.run(("docker", "buildx", "version"))
-    if isinstance(answer, Unknown):
-        return answer
-    return answer.stdout.strip() if answer.code == 0 else Unknown(_said(answer, "docker buildx"))
+    told = _told(machine, "docker buildx", ("docker", "buildx", "version"))
+    return told if isinstance(told, Unknown) else told.strip()
 
 
 def gpus(machine: Machine) -> tuple[Gpu, ...] | Unknown:
     """From ``nvidia-smi``; memory that it calls N/A is None."""
-    query = f"--query-gpu={','.join(_GPU_FIELDS)}"
-    answer = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits"))
-    if isinstance(answer, Unknown):
-        return answer
-    if answer.code:
-        return Unknown(_said(answer, "nvidia-smi"))
+    told = _nvidia_smi(machine, f"--query-gpu={','.join(_GPU_FIELDS)}")
+    if isinstance(told, Unknown):
+        return told
     found = []
-    for line in filter(str.strip, answer.stdout.splitlines()):
+    for line in filter(str.strip, told.splitlines()):
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != len(_GPU_FIELDS) or not is_number(fields[0]):
             return Unknown("nvidia-smi answered with a line that is not understood")
@@ -124,14 +117,11 @@ def gpus(machine: Machine) -> tuple[Gpu, ...] | Unknown:
 
 def gpu_processes(machine: Machine) -> tuple[DeviceProcess, ...] | Unknown:
     """Processes that compute on a device; a desktop that only draws is not among them."""
-    query = "--query-compute-apps=pid,process_name,used_memory"
-    answer = machine.run(("nvidia-smi", query, "--format=csv,noheader,nounits"))
-    if isinstance(answer, Unknown):
-        return answer
-    if answer.code:
-        return Unknown(_said(answer, "nvidia-smi"))
+    told = _nvidia_smi(machine, "--query-compute-apps=pid,process_name,used_memory")
+    if isinstance(told, Unknown):
+        return told
     found = []
-    for line in answer.stdout.splitlines():
+    for line in told.splitlines():
         pid, _, rest = line.partition(",")
         name, _, held = rest.rpartition(",")
         if is_number(pid.strip()):
@@ -216,6 +206,18 @@ def _list(value: object) -> list[Any]:
 
 def _mib(text: str) -> int | None:
     return int(text) * 2**20 if is_number(text.strip()) else None
+
+
+def _nvidia_smi(machine: Machine, query: str) -> str | Unknown:
+    return _told(machine, "nvidia-smi", ("nvidia-smi", query, "--format=csv,noheader,nounits"))
+
+
+def _told(machine: Machine, program: str, argv: Sequence[str]) -> str | Unknown:
+    """What a command printed, if it ended well; else why not."""
+    answer = machine.run(argv)
+    if isinstance(answer, Unknown):
+        return answer
+    return Unknown(_said(answer, program)) if answer.code else answer.stdout
 
 
 def _said(answer: Ran, program: str) -> str:

@@ -66,7 +66,7 @@ class NpuInt8(QuantBackend):
 
     def __init__(self, ops: Any = None) -> None:
         self._given_ops = ops
-        self._cast_refused: str | None = None
+        self._plain_reason: str | None = None
 
     @property
     def _ops(self) -> Any:
@@ -76,7 +76,11 @@ class NpuInt8(QuantBackend):
     @property
     def weight_format(self) -> str:
         """Layout of packed weights, for people; before the first is packed, the one that will be tried."""
-        return "FRACTAL_NZ" if self._cast_refused is None else f"ND, the cast was refused: {self._cast_refused}"
+        return "FRACTAL_NZ" if self._plain_reason is None else f"ND, {self._plain_reason}"
+
+    def keep_plain(self, reason: str) -> None:
+        """Pack what comes from now on without the cast: a weight in FRACTAL_NZ is not only its bytes."""
+        self._plain_reason = reason
 
     def supports(self, layer: LayerFacts) -> Support:
         """INT8 layers on an NPU whose input is at most 65535 wide, and whose output is or divides into such parts."""
@@ -150,11 +154,12 @@ class NpuInt8(QuantBackend):
         return out.view(*x.shape[:-1], out.shape[1])
 
     def _cast(self, weight: torch.Tensor) -> torch.Tensor:
-        if self._cast_refused is None:
+        if self._plain_reason is None:
             try:
                 return self._ops.npu_format_cast(weight, FRACTAL_NZ)
             except RuntimeError as exc:
-                self._cast_refused = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+                said = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+                self._plain_reason = f"the cast was refused: {said}"
                 logger.warning("npu_int8 keeps weights in ND: the cast to FRACTAL_NZ was refused: %s", exc)
         return weight
 

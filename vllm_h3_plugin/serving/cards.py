@@ -91,5 +91,7 @@ def check_room_on_cards(profile: Profile, inventory: Inventory) -> list[str]:
     roles, shapes = role_map(profile.roles, profile.devices), shapes_of(inventory)
     roles.check_shapes(shapes.dit, shapes.text)
     placed = hosting(roles)
-    found = check_fit(placed, roles.cards, shapes, load_recipe(profile.recipe), profile.card_gib)
+    found = check_fit(
+        placed, roles.cards, shapes, load_recipe(profile.recipe), profile.card_gib, stages=profile.resident == "stage"
+    )
     return [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]

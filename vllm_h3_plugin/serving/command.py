@@ -107,6 +107,8 @@ def server_command(
     }
     if run_dir is not None:
         environment["H3_RUN_DIR"] = str(run_dir)
+    if profile.resident != "all":
+        environment["H3_RESIDENT"] = profile.resident
     if profile.reference:
         environment["H3_REFERENCE"] = "1"
     if placed and placed.elsewhere:

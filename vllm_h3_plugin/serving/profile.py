@@ -41,6 +41,10 @@ class Profile(BaseModel):
         description="Which cards each part is on: one, two, two-resident, four, or part -> cards under [roles].",
     )
     card_gib: float = Field(default=64.0, gt=0, description="GiB of memory of one card, where the profile has roles.")
+    resident: Literal["all", "stage"] = Field(
+        default="all",
+        description="Weights that stay on the device between stages: all, or those of the stage that runs.",
+    )
     attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
     eager: bool = Field(default=False, description="The host's --enforce-eager: nothing is compiled or warmed.")
     ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")

@@ -169,6 +169,10 @@ class Server:
     def _cause(self) -> str:
         return most_telling_line(tuple(self._tail))
 
+    def poll(self) -> int | None:
+        """Exit code; None while the process runs."""
+        return self._running().poll()
+
     def wait(self) -> int:
         """Wait for the process to end; returns its exit code (negative: the signal that ended it)."""
         code = self._running().wait()

@@ -172,3 +172,19 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_the_recipe_that_would
 
 def test_maps_are_values() -> None:
     assert replace(ROLE_MAPS["one"], name="one") == ROLE_MAPS["one"]
+
+
+def test_stages_that_take_turns_need_all_weights_at_the_load_and_are_named_where_they_fit() -> None:
+    """The host makes every part on the card: turns save the phase that comes on top, and not the load."""
+    roles, shapes, recipe = ROLE_MAPS["one"], ModelShapes(), load_recipe("int8-text")
+    (both,) = loads(hosting(roles), 1, shapes, recipe)
+    (turns,) = loads(hosting(roles), 1, shapes, recipe, stages=True)
+    assert turns.nbytes == sum(turns.parts.values()) == both.nbytes - both.phase[1]
+    between = (turns.nbytes + both.nbytes) / 2 / GIB
+    check_fit(hosting(roles), 1, shapes, recipe, between, stages=True)
+    with pytest.raises(RecipeError, match="does not fit on card 0") as caught:
+        check_fit(hosting(roles), 1, shapes, recipe, between)
+    assert "--resident stage" in caught.value.fix
+    with pytest.raises(RecipeError) as caught:
+        check_fit(hosting(roles), 1, shapes, recipe, 32, stages=True)
+    assert "--resident" not in caught.value.fix
