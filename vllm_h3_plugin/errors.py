@@ -16,6 +16,7 @@
     |-- ClipError              exit 8   HTTP 500   a clip that is not what was asked for
     |-- ToolMissingError       exit 9   HTTP 500   an external program or an optional package
     `-- BusyError              exit 10  HTTP 503   the machine cannot do it now
+        `-- QueueFullError     exit 10  HTTP 429   too many wait for it already
 
 This module imports nothing of the project.
 """
@@ -144,6 +145,12 @@ class BusyError(H3Error):
 
     exit_code = 10
     http_status = 503
+
+
+class QueueFullError(BusyError):
+    """As many requests wait as may; the caller may try again later."""
+
+    http_status = 429
 
 
 def one_line(exc: BaseException) -> str:

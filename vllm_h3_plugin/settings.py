@@ -154,6 +154,58 @@ class Settings(BaseModel):
         default=3.0, ge=0, le=4096, description="GiB of MemAvailable under which a running request is cancelled."
     )
     memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
+    max_queue: int = Field(
+        default=16,
+        ge=0,
+        description="Clips that may wait while one is made; the next one is answered with 429 and when to ask again.",
+    )
+    job_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest that one clip may take, in seconds from its start; it is stopped then. Unset: the "
+        "profile's `request_timeout_s`.",
+    )
+    clip_ttl_s: int | None = Field(
+        default=None,
+        ge=1,
+        description="Seconds that a job and its clip are kept after its end. Unset: what the host's "
+        "`VLLM_OMNI_SERVER_STORAGE__FILE_TTL` says, else without end.",
+    )
+    clip_quota_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="GiB of finished clips that are kept; the oldest go first. Unset: whatever the disk holds.",
+    )
+    stuck_factor: float = Field(
+        default=20.0,
+        ge=2,
+        description="A denoise step that takes this many times what one takes here (and two minutes at least) counts "
+        "as stuck: `/health` answers 503 then.",
+    )
+    exit_when_stuck: bool = Field(
+        default=True,
+        description="End the server when its worker is stuck or gone, so that its supervisor can start it again.",
+    )
+    reference_hosts: Annotated[tuple[str, ...], BeforeValidator(_split)] = Field(
+        default=(),
+        description="Hosts that references may be fetched from by URL, comma-separated: `cdn.example.com`, "
+        "`*.example.com` for all below it, `media.example.com:8443`, `http://old.example.com` without TLS, `*` for "
+        "any. Unset: no URL is fetched. Private, link-local, loopback and other addresses that are not public are "
+        "refused in any case, at first and after each redirect.",
+    )
+    reference_timeout_s: float = Field(
+        default=30.0, gt=0, le=600, description="Seconds that fetching one reference may take, redirects included."
+    )
+    max_pixels: int = Field(
+        default=1920 * 1088,
+        ge=32 * 32,
+        description="Largest area of a clip's frame, width times height; a request for more is refused with 400. H3 "
+        "was made for 1344x768.",
+    )
+    lora_dir: Path | None = Field(
+        default=None,
+        description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",
+    )
 
 
 def known_variables() -> dict[str, str]:

@@ -83,7 +83,11 @@ class Servers:
         run_dir.mkdir()
         assert profile.checkpoint is not None
         command = server_command(profile, profile.checkpoint, run_dir=run_dir, environ=os.environ)
-        variables = {"H3_CACHE_DIR": str(cache or self._folder / f"cache{self._count}"), **environment}
+        variables = {
+            "H3_CACHE_DIR": str(cache or self._folder / f"cache{self._count}"),
+            "VLLM_OMNI_SERVER_STORAGE__PATH": str(self._folder / f"storage{self._count}"),
+            **environment,
+        }
         command = replace(command, environment={**command.environment, **variables})
         log = self._folder / f"server{self._count}.log"
         server = ForkedServer(stock_command(command) if stock else command, log=log)

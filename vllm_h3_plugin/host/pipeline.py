@@ -25,6 +25,7 @@ from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import AdaptersBesideTables
 from vllm_h3_plugin.host.attention import install
+from vllm_h3_plugin.host.cancel import Cancellation
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.hot_stages import keep_stages, plain_weights
 from vllm_h3_plugin.host.measured import after_request, measured_memory
@@ -82,6 +83,12 @@ def refuse_what_the_loader_skips(pipeline: Any) -> None:
             )
 
 
+def _tile_decoder(video_vae: Any) -> torch.nn.Module | None:
+    """What a video VAE runs once for each tile, where its code, which comes with the checkpoint, calls it so."""
+    decoder = getattr(getattr(video_vae, "model", None), "decoder", None)
+    return decoder if isinstance(decoder, torch.nn.Module) else None
+
+
 class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
@@ -120,6 +127,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._settings = values
         self._progress = progress
         self._watch = watch
+        self._cancel = Cancellation(device)
         self._vaes = vaes
         self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
@@ -128,6 +136,8 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             dit = getattr(self, name)
             progress.watch(dit)
             watch.install(dit)
+            self._cancel.install(dit)
+        self._cancel.install_local(_tile_decoder(self.video_vae))
         refuse_what_the_loader_skips(self)
         self._attention = {
             name: install(
@@ -229,6 +239,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         with plugin_branch():
             inputs = super()._build_denoise_inputs(**kwargs)
         refuse_too_many_tokens(self._session.plan.recipe, inputs["branch"].seq_len)
+        self._progress.tokens(int(inputs["branch"].seq_len))
         dit = (
             "transformers_ref" if self._transformer_for_task(kwargs["task"]) is not self.transformer else "transformer"
         )
@@ -241,8 +252,11 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
 
     def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, announced."""
+        self._cancel.check()
         self._progress.phase("encoding text")
-        return super().encode_prompt(*args, **kwargs)
+        encoded = super().encode_prompt(*args, **kwargs)
+        self._cancel.check()
+        return encoded
 
     def diffuse(self, **kwargs: Any) -> Any:
         """The host's, with its steps counted."""
@@ -258,25 +272,31 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         """The host's, announced."""
         self._progress.phase("decoding")
         self._watch.check()
-        return super().decode(*args, **kwargs)
+        self._cancel.check()
+        decoded = super().decode(*args, **kwargs)
+        self._cancel.check()
+        return decoded
 
     def decode_to_mp4(self, *args: Any, **kwargs: Any) -> Any:
         """The host's (0.30: decode and encode in the worker), announced."""
         self._progress.phase("decoding and encoding")
         self._watch.check()
+        self._cancel.check()
         return super().decode_to_mp4(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's, watched for memory, with its end announced whether it succeeds or fails."""
+        """The host's, watched for memory, with its end announced whether it succeeds, fails or is stopped."""
+        request = str(getattr(args[0] if args else kwargs.get("request"), "request_id", ""))
+        self._progress.begin(request)
         try:
             if self._base is not None:
                 self._base.check()
             if self._hot is None:
                 # Not at the load: the host still works on the weights of its own linear layers after that.
                 self._hot = keep_stages(self, self._settings, self._base)
-            with self._watch.request():
+            with self._watch.request(), self._cancel.request(request):
                 return super().forward(*args, **kwargs)
         finally:
             self._facts["memory"] = after_request(self._facts["memory"], self)
             self._publish()
-            self._progress.phase(IDLE)
+            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"])

@@ -13,6 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.host.request_ledger import RequestLedger
 
 logger = init_logger(__name__)
 
@@ -32,6 +33,7 @@ class State:
         seconds_per_step: mean of the steps done, without the first, which also warms up, once there is another. None
             before the first step and in phases that have none.
         done_bytes, total_bytes: while something is read or built.
+        request: the host's id of the request that runs, or ran last; it begins with the job's.
     """
 
     phase: str
@@ -43,6 +45,7 @@ class State:
     seconds_per_step: float | None = None
     done_bytes: int | None = None
     total_bytes: int | None = None
+    request: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As ``/v1/h3/info`` shows it."""
@@ -56,6 +59,7 @@ class State:
             "seconds_per_step": self.seconds_per_step,
             "done_bytes": self.done_bytes,
             "total_bytes": self.total_bytes,
+            "request": self.request,
         }
 
 
@@ -72,6 +76,25 @@ class Progress:
         now = clock()
         self.state = State(IDLE, 0, None, now, now, None)
         self._first_step_at = now
+        self._last_step_at = now
+        self._ledger: RequestLedger | None = None
+
+    def begin(self, request: str) -> None:
+        """A request begins: what follows belongs to it."""
+        self._ledger = RequestLedger(request, self._clock) if self._active else None
+        self.state = replace(self.state, request=request)
+
+    def end(self, **more: Any) -> None:
+        """It is over; its ledger is left, with ``more`` in it."""
+        if self._ledger is not None:
+            self._ledger.write(**more)
+            self._ledger = None
+        self.phase(IDLE)
+
+    def tokens(self, count: int) -> None:
+        """Packed tokens of each denoise step of the request."""
+        if self._ledger is not None:
+            self._ledger.tokens = count
 
     def watch(self, dit: torch.nn.Module) -> None:
         """Count each forward of the DiT as one denoise step."""
@@ -82,7 +105,10 @@ class Progress:
         """Enter a phase; ``steps`` is the number of DiT evaluations that it will take, where that is known."""
         now = self._clock()
         since = None if name == IDLE else self.state.busy_since or now
-        self._write(State(name, 0, steps, now, now, since))
+        if self._ledger is not None:
+            self._ledger.phase(name)
+        self._last_step_at = now
+        self._write(State(name, 0, steps, now, now, since, request=self.state.request))
 
     def loading(self, name: str) -> Callable[[int, int], None]:
         """Enter a loading phase; returns what to call with bytes done and bytes in all. Logs each tenth, with GiB/s."""
@@ -113,6 +139,9 @@ class Progress:
     def step_done(self) -> None:
         """One more denoise step."""
         now, step = self._clock(), self.state.step + 1
+        if self._ledger is not None:
+            self._ledger.step(now - self._last_step_at)
+        self._last_step_at = now
         if step == 1:
             self._first_step_at = now
             each = now - self.state.started_at

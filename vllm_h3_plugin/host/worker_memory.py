@@ -29,9 +29,14 @@ class Allocator:
         """Bytes taken from the system, in use or not."""
         return 0 if self._index is None else int(torch.cuda.memory_reserved(self._index))
 
-    def release(self) -> None:
-        """Give back what is not in use."""
-        gc.collect()
+    def release(self, *, search: bool = True) -> None:
+        """Give back what is not in use.
+
+        Args:
+            search: look for garbage in reference cycles first, which takes about a second of a process this large.
+        """
+        if search:
+            gc.collect()
         if self._index is not None:
             torch.cuda.empty_cache()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,9 +27,11 @@ HOST_ENVIRONMENT = {
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 
-# The host's deadlines for one request, 600 s each unless set: after the first /v1/videos/sync answers 504, after the
-# second the mp executor ends its workers (vllm_omni/diffusion/executor/multiproc_executor.py).
-DEADLINES = ("VLLM_OMNI_VIDEO_SYNC_TIMEOUT", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT")
+# The host's deadlines for one request, 600 s each unless set. The first is a job's here, unless H3_JOB_TIMEOUT_S is.
+# After the second the mp executor ends its workers (vllm_omni/diffusion/executor/multiproc_executor.py): it comes last,
+# so that a job is stopped between two steps and the model stays loaded.
+JOB_DEADLINE, WORKER_DEADLINE = "VLLM_OMNI_VIDEO_SYNC_TIMEOUT", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT"
+WORKER_GRACE_S = 600
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ def server_command(
         "H3_RECIPE": profile.recipe,
         **{name: environ.get(name, value) for name, value in HOST_ENVIRONMENT.items()},
         # A variable that is set to nothing, as compose passes it, is not set.
-        **{name: environ.get(name) or str(profile.request_timeout_s) for name in DEADLINES},
+        JOB_DEADLINE: environ.get(JOB_DEADLINE) or str(profile.request_timeout_s),
+        WORKER_DEADLINE: environ.get(WORKER_DEADLINE) or str(_longest_s(profile, environ) + WORKER_GRACE_S),
     }
     if run_dir is not None:
         environment["H3_RUN_DIR"] = str(run_dir)
@@ -111,6 +115,14 @@ def server_command(
         environment["H3_PARTS_ON"] = ",".join(f"{part}={card}" for part, card in placed.elsewhere.items())
     url = f"http://{_reachable(profile.address)}:{profile.port}"
     return ServerCommand((*argv, *extra), environment, url, _api_key(extra, environ))
+
+
+def _longest_s(profile: Profile, environ: Mapping[str, str]) -> int:
+    """Seconds that a job may take, as far as they can be read here; the server itself refuses what is no number."""
+    try:
+        return math.ceil(float(environ.get("H3_JOB_TIMEOUT_S") or profile.request_timeout_s))
+    except (ValueError, OverflowError):
+        return profile.request_timeout_s
 
 
 def _api_key(extra: Sequence[str], environ: Mapping[str, str]) -> str | None:

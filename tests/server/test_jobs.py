@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs in a real server: progress, cancel, a line with an end, and what a kill leaves. One storage folder for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.conftest import READY_S, Servers, request
+from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
+from vllm_h3_plugin.serving.profile import Profile
+from vllm_h3_plugin.serving.server import Server
+
+LONG = request(steps=200, seed=5)
+MAX_QUEUE = 1
+SOON = 25
+
+
+class Jobs:
+    """A server with a storage folder that outlives it."""
+
+    def __init__(self, servers: Servers, profile: Profile, storage: Path) -> None:
+        self._servers = servers
+        self._profile = profile
+        self._storage = storage
+        self.start()
+
+    def start(self) -> None:
+        """Start a server on what the one before left."""
+        self.server: Server = self._servers.launch(
+            self._profile, VLLM_OMNI_SERVER_STORAGE__PATH=str(self._storage), H3_MAX_QUEUE=str(MAX_QUEUE)
+        )
+        self.server.wait_ready(READY_S)
+        self.http = httpx.Client(base_url=self.server.command.url, timeout=120)
+        self.client = VideoClient(self.server.command.url, timeout_s=120)
+
+    def stop(self) -> None:
+        """Close the connections."""
+        self.http.close()
+        self.client.close()
+
+    def post(self, asked: VideoRequest, path: str = "/v1/videos", **options: Any) -> httpx.Response:
+        """Send a request as the form that clients send."""
+        return self.http.post(path, data=asked.form(), **options)
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """A job as it is now."""
+        answer = self.http.get(f"/v1/videos/{job_id}")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def until(self, job_id: str, wanted: Any, seconds: float = 120) -> dict[str, Any]:
+        """The job once ``wanted(job)`` holds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            job = self.job(job_id)
+            if wanted(job):
+                return job
+            time.sleep(0.02)
+        raise AssertionError(f"waited in vain, the job is {job}")
+
+    def running(self, asked: VideoRequest = LONG) -> dict[str, Any]:
+        """A new job that has made two steps."""
+        created = self.post(asked)
+        assert created.status_code == 200, created.text
+        return self.until(created.json()["id"], lambda job: job["phase"] == "denoising" and job["step"] >= 2)
+
+    def steps_at_the_end(self, job_id: str) -> int:
+        """Denoise steps that the worker had made of a job when it was done with it."""
+        deadline = time.monotonic() + 60
+        path = Path(self.server.command.environment["H3_RUN_DIR"]) / "ledger.json"
+        while time.monotonic() < deadline:
+            ledger = json.loads(path.read_text()) if path.exists() else {"request": ""}
+            if ledger["request"].startswith(job_id):
+                return len(ledger["steps_s"])
+            time.sleep(0.02)
+        raise AssertionError(f"the worker is not done with {job_id}")
+
+
+@pytest.fixture(scope="module")
+def jobs(servers: Servers, fl2va: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
+    """FP8 in one process."""
+    running = Jobs(servers, servers.profile(fl2va, recipe="fp8"), tmp_path_factory.mktemp("storage"))
+    yield running
+    running.stop()
+
+
+def test_a_job_tells_its_phase_and_moves_on_until_its_clip(jobs: Jobs) -> None:
+    created = jobs.post(request(steps=40))
+    assert created.status_code == 200
+    seen: list[dict[str, Any]] = []
+    with jobs.http.stream("GET", f"/v1/videos/{created.json()['id']}/events") as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        seen.extend(json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+    percents = [event["progress"] for event in seen]
+    assert percents == sorted(percents)
+    assert (seen[-1]["status"], percents[-1]) == ("completed", 100)
+    assert any(0 < percent < 100 for percent in percents)
+    assert any(event["phase"] == "denoising" and event["seconds_left"] for event in seen)
+    ledger = seen[-1]["ledger"]
+    assert len(ledger["steps_s"]) in (39, 40)
+    assert {"encoding text", "denoising", "decoding"} <= set(ledger["phases"])
+    assert ledger["tokens"] > 0
+    assert 0 <= ledger["encode_s"] <= ledger["run_s"]
+
+
+def test_delete_stops_a_running_job_within_a_step_and_the_next_clip_is_right(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.client.make(request(), tmp_path / "before.mp4")
+    job = jobs.running()
+    deleted = jobs.http.delete(f"/v1/videos/{job['id']}")
+    assert deleted.json() == {"id": job["id"], "object": "video.deleted", "deleted": True}
+    # A step of this size is shorter than a request of a busy machine, so a few go by until the worker is told.
+    assert jobs.steps_at_the_end(job["id"]) <= job["step"] + SOON
+    assert jobs.http.get(f"/v1/videos/{job['id']}").status_code == 404
+    jobs.client.make(request(), tmp_path / "after.mp4")
+    assert (tmp_path / "after.mp4").read_bytes() == (tmp_path / "before.mp4").read_bytes()
+
+
+def test_the_line_has_an_end_and_says_when_to_ask_again(jobs: Jobs) -> None:
+    running = jobs.running()
+    waiting = jobs.post(LONG).json()
+    assert (waiting["status"], waiting["queue_position"]) == ("queued", 1)
+    refused = jobs.post(LONG)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert int(refused.headers["retry-after"]) >= 1
+    ready = jobs.http.get("/ready")
+    assert (ready.status_code, ready.json()["queue"]["length"]) == (503, 1)
+    metrics = jobs.http.get("/metrics").text
+    assert "h3_queue_length 1.0" in metrics
+    for job in (waiting, running):
+        assert jobs.http.delete(f"/v1/videos/{job['id']}").status_code == 200
+    jobs.steps_at_the_end(running["id"])
+    assert jobs.http.get("/ready").status_code == 200
+    assert "h3_job_cancels_total" in jobs.http.get("/metrics").text
+
+
+def test_a_client_that_leaves_stops_its_job_unless_it_has_a_key(jobs: Jobs) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        jobs.post(LONG, "/v1/videos/sync", timeout=3)
+    left = jobs.http.get("/v1/videos", params={"limit": 1}).json()["data"][0]
+    assert jobs.until(left["id"], lambda job: job["status"] == "failed")["error"]["code"] == "cancelled"
+    key = {"Idempotency-Key": "the-same"}
+    with pytest.raises(httpx.ReadTimeout):
+        early = jobs.post(LONG, "/v1/videos/sync", timeout=0.5, headers=key)
+        raise AssertionError(f"answered at once: HTTP {early.status_code} {early.content[:500]!r}")
+    found = jobs.http.get("/v1/videos", params={"idempotency_key": "the-same"}).json()["data"]
+    assert [job["status"] for job in found] == ["in_progress"]
+    answer = jobs.post(LONG, "/v1/videos/sync", headers=key)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
+    assert answer.headers["x-request-id"] == found[0]["id"]
+
+
+def test_a_kill_loses_no_finished_clip_and_a_job_that_ran_says_so(jobs: Jobs, tmp_path: Path) -> None:
+    done = jobs.client.make(request(), tmp_path / "made.mp4")
+    running = jobs.running()
+    waiting = jobs.post(LONG).json()
+    os.killpg(jobs.server.pid, signal.SIGKILL)
+    jobs.server.stop()
+    jobs.stop()
+    jobs.start()
+    listed = {job["id"]: job for job in jobs.http.get("/v1/videos").json()["data"]}
+    assert listed[done["id"]]["status"] == "completed"
+    for job in (running, waiting):
+        assert (listed[job["id"]]["status"], listed[job["id"]]["error"]["code"]) == ("failed", "interrupted")
+    clip = (tmp_path / "made.mp4").read_bytes()
+    whole = jobs.http.get(f"/v1/videos/{done['id']}/content")
+    assert whole.content == clip
+    rest = jobs.http.get(
+        f"/v1/videos/{done['id']}/content", headers={"Range": "bytes=1000-", "If-Range": whole.headers["etag"]}
+    )
+    assert (rest.status_code, rest.content) == (206, clip[1000:])

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An accepted request in the host's terms, and what this server can accept.
+
+Both hosts: names are those of ``VideoGenerationRequest`` (entrypoints/openai/protocol/videos.py) and of what H3 reads
+from ``extra_args`` (model_executor/models/minimax_h3/encoder_processing.py; 0.28: diffusion/models/minimax_h3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_h3_plugin import settings
+from vllm_h3_plugin.host import admission, run_state
+from vllm_h3_plugin.host.asked import Asked
+from vllm_h3_plugin.memory.requests import LONGEST_S, api_clip_lengths
+from vllm_h3_plugin.pins import installed_host
+from vllm_h3_plugin.quantization.footprint import GIB
+from vllm_h3_plugin.serving.references.media import Media
+from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
+from vllm_h3_plugin.serving.rules.limits import EXTRA, Limits, Misfit
+from vllm_h3_plugin.video.geometry import FPS
+
+TASKS: tuple[Task, ...] = ("t2va", "fl2va", "ref2va")
+_EXTRA_028 = frozenset({"force_refresh_step_hint", "force_refresh_step_policy"})
+
+
+def request_fields(accepted: Accepted, output: int = 0) -> dict[str, Any]:
+    """Arguments of the host's ``VideoGenerationRequest`` for one of a request's clips.
+
+    Args:
+        accepted: the request.
+        output: which clip, from 0. The host returns the first of several alone, so each is a generation of its own; it
+            would have made them with the same seeds (``_minimax_h3_output_seeds``).
+    """
+    extra: dict[str, Any] = {**accepted.extra, "task": accepted.task}
+    if accepted.audio_flow_shift is not None:
+        extra["audio_flow_shift"] = accepted.audio_flow_shift
+    if accepted.frame_indices:
+        extra["frame_indices"] = list(accepted.frame_indices)
+    lora = accepted.lora
+    fields = {
+        "prompt": accepted.prompt,
+        "width": accepted.width,
+        "height": accepted.height,
+        # The host holds what is asked, and not what it makes of it, against its longest clip.
+        "num_frames": min(accepted.frames, LONGEST_S * FPS),
+        "aspect_ratio": accepted.aspect_ratio,
+        "num_inference_steps": accepted.steps,
+        "seed": accepted.seed + output,
+        "flow_shift": accepted.flow_shift,
+        "quality": accepted.quality,
+        "start_time_seconds": accepted.start_time_seconds,
+        "user": accepted.user,
+        "lora": None if lora is None else {"name": lora.name, "path": lora.path, "scale": lora.scale},
+        "return_stage_metrics": None if _is_028() else accepted.return_stage_metrics,
+        "extra_params": extra,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def generation_request(accepted: Accepted, output: int = 0) -> Any:
+    """The host's ``VideoGenerationRequest``; arguments as for :func:`request_fields`."""
+    from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
+
+    return VideoGenerationRequest(**request_fields(accepted, output))
+
+
+def host_references(media: Media) -> dict[str, Any]:
+    """Arguments of the host's ``generate_video_bytes``. ``media`` keeps its files, which the caller removes."""
+    from vllm_omni.entrypoints.openai.serving_video import ReferenceAudio, ReferenceImage, ReferenceVideo
+
+    images, videos, audios = media.images, _names(media.videos), _names(media.audios)
+    return {
+        "reference_image": ReferenceImage(images if len(images) > 1 else images[0]) if images else None,
+        "reference_video": ReferenceVideo(videos) if videos else None,
+        "reference_audio": ReferenceAudio(audios if len(audios) > 1 else audios[0]) if audios else None,
+    }
+
+
+def server_limits(model: str | None, outputs: int = 1) -> Limits:
+    """What this server accepts, from what its workers reported, its settings and its host.
+
+    Args:
+        model: the served model's name.
+        outputs: clips that one request may ask for.
+    """
+    values = settings.load()
+    served = {task for worker in run_state.read_workers() for task in worker.get("supported_tasks", ())}
+    return Limits(
+        tasks=tuple(task for task in TASKS if task in served) or TASKS,
+        model=model,
+        outputs=outputs,
+        max_pixels=values.max_pixels,
+        lora_dir=values.lora_dir,
+        extra=_EXTRA_028 if _is_028() else EXTRA,
+        misfit=budget(),
+    )
+
+
+def budget() -> Callable[[Accepted], Misfit | None]:
+    """Says whether a request can never run here: its predicted peak, what is resident and what must remain free are
+    more than the memory there is. Whether it can run *now* is :mod:`.admission`'s question."""
+
+    def misfit(accepted: Accepted) -> Misfit | None:
+        workers = {int(worker.get("rank", 0)): worker for worker in run_state.read_workers()}
+        for rank, guard in enumerate(admission.read_guards()):
+            if not guard["active"]:
+                continue
+            facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
+            model = admission.model_of(*facts)
+            if model is None:
+                return None
+            resident = sum(workers.get(rank, {}).get("memory", {}).get("parts", {}).values())
+            room = guard["total_bytes"] - resident - guard["floor_bytes"]
+            asked = asked_of(accepted)
+            peak = max(model.forecast(asked).values(), default=0)
+            if peak > room:
+                why = f"its peak takes {peak / GIB:.1f} GiB, and {max(room, 0) / GIB:.1f} GiB are there when idle"
+                return Misfit(why, model.what_fits(asked, room), _longest(accepted, model, room))
+        return None
+
+    return misfit
+
+
+def asked_of(accepted: Accepted) -> Asked:
+    """The request in the quantities of the memory forecast. Clips are made one after the other."""
+    return Asked(accepted.request_size, sum(reference.kind == "video" for reference in accepted.references))
+
+
+def _longest(accepted: Accepted, model: Any, room: int) -> int | None:
+    """Frames of the longest clip of this size that fits."""
+    fitting = None
+    for frames in api_clip_lengths():
+        if max(model.forecast(asked_of(replace(accepted, frames=frames))).values(), default=0) > room:
+            break
+        fitting = frames
+    return fitting
+
+
+def _names(paths: list[Path]) -> list[str]:
+    return [str(path) for path in paths]
+
+
+def _is_028() -> bool:
+    return installed_host().vllm_omni == "0.28.0"

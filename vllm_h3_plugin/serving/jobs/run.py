@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One job from its start to its end: made, stopped or failed, and saved."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_h3_plugin.serving.jobs.clips import Clips
+from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status
+from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED
+from vllm_h3_plugin.serving.jobs.made import Made, Order, Worker
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """The run of a job that is in progress.
+
+    Attributes:
+        job: as it was started.
+        deleted: nobody wants to hear of it any more.
+    """
+
+    def __init__(self, job: Job, order: Order, worker: Worker, clips: Clips, clock: Callable[[], float]) -> None:
+        """
+        Args:
+            clock: seconds since 1970.
+        """
+        self.job = job
+        self.deleted = False
+        self._order = order
+        self._worker = worker
+        self._clips = clips
+        self._clock = clock
+        self._stopped: Failure | None = None
+        self._task: asyncio.Task[Made] | None = None
+
+    def stop(self, reason: Failure) -> None:
+        """Have it stopped at the worker's next look. The first reason stays."""
+        self._stopped = self._stopped or reason
+        if not self._worker.stop(self.job.id) and self._task is not None:
+            self._task.cancel()
+
+    async def result(self) -> Job:
+        """Make the clip and save it; returns the job as it ended, once the worker is free."""
+        job = self.job
+        task = self._task = asyncio.create_task(self._order.make(job.id))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=job.deadline_s)
+            if not done:
+                self.stop(_too_long(job))
+                # The worker looks between two steps; the next job starts when it is free, and not before.
+                await asyncio.wait({task})
+            if task.cancelled():
+                return job.failed(self._stopped or INTERRUPTED, self._clock())
+            made, made_at = task.result(), self._clock()
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        except Exception as exc:  # noqa: BLE001  # whatever the host raises ends this job and no other
+            failure = self._stopped or self._worker.explain(exc)
+            if self._stopped is None:
+                log.error("job=%s event=failed code=%s message=%r", job.id, failure.code, failure.message)
+            return self._failed(failure, self._clock())
+        if self._stopped is not None:
+            return self._failed(self._stopped, made_at)
+        return await self._saved(made, made_at)
+
+    async def _saved(self, made: Made, made_at: float) -> Job:
+        def finish(nbytes: int, digest: str) -> Job:
+            now = self._clock()
+            return self.job.moved(
+                Status.COMPLETED,
+                now,
+                nbytes=nbytes,
+                sha256=digest,
+                shown={**self.job.shown, **made.shown},
+                ledger=self._ledger(made_at, now),
+            )
+
+        try:
+            return await asyncio.to_thread(self._clips.save, self.job, made.data, finish)
+        except OSError as exc:
+            full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+            failure = Failure(
+                "disk_full" if full else "not_saved",
+                f"The clip was made and could not be saved in {self._clips.folder}: {exc.strerror or exc}. "
+                f"{'Free space there' if full else 'Look at that folder'}, then ask for it again.",
+                507 if full else 500,
+            )
+            return self._failed(failure, made_at)
+
+    def _failed(self, failure: Failure, made_at: float) -> Job:
+        return self.job.failed(failure, self._clock(), ledger=self._ledger(made_at, None))
+
+    def _ledger(self, made_at: float, saved_at: float | None) -> dict[str, Any]:
+        """Where the time of the job went: what was seen from here, and what the worker wrote."""
+        told = dict(self._worker.ledger(self.job.id))
+        started = self.job.started_at or self.job.created_at
+        left = told.pop("ended_at", None)
+        return {
+            "queue_s": round(started - self.job.created_at, 3),
+            **told,
+            # Between the worker's last word and the clip: frames travel and become an MP4 file.
+            "encode_s": None if left is None else round(max(0.0, made_at - float(left)), 3),
+            "save_s": None if saved_at is None else round(saved_at - made_at, 3),
+            "run_s": round((saved_at or made_at) - started, 3),
+        }
+
+
+def _too_long(job: Job) -> Failure:
+    return Failure(
+        "deadline_exceeded",
+        f"The job ran for longer than {job.deadline_s:.0f} s and was stopped. Ask for a shorter or smaller clip or "
+        "fewer steps, or raise H3_JOB_TIMEOUT_S.",
+        500,
+    )

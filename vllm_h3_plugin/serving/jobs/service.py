@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place where jobs live: takes requests, makes them one after the other, stops them, keeps what they come to.
+
+Everything here happens in one event loop, so that between two ``await`` nothing moves; only the database and the disk
+are used from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_h3_plugin.errors import QueueFullError, UsageError
+from vllm_h3_plugin.serving.jobs.estimates import Estimates
+from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status, new_id, wire
+from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED, Keeper, event
+from vllm_h3_plugin.serving.jobs.line import Line
+from vllm_h3_plugin.serving.jobs.made import Asked, Observer, Order, Worker
+from vllm_h3_plugin.serving.jobs.progress import Progress, look
+from vllm_h3_plugin.serving.jobs.retention import Retention
+from vllm_h3_plugin.serving.jobs.run import Run
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 60.0
+_EVENT_S = 0.25
+_HEARTBEAT_S = 15.0
+
+CANCELLED = Failure("cancelled", "The job was cancelled.", 409)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the operator decides.
+
+    Attributes:
+        max_queue: jobs that may wait.
+        deadline_s: longest that a job may run.
+        retention: what is kept, and for how long.
+    """
+
+    max_queue: int = 16
+    deadline_s: float = 3600.0
+    retention: Retention = field(default_factory=Retention)
+
+
+class JobService:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        storage: Path,
+        worker: Worker,
+        rules: Rules,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            storage: the host's storage folder; everything is kept in ``h3`` below it.
+
+        Raises:
+            ServerError: the records there cannot be used.
+            OSError: the folder cannot be made.
+        """
+        self.kept = Keeper(storage, rules.retention, clock)
+        self.rules = rules
+        self._worker = worker
+        self._observer = observer or Observer()
+        self._clock = clock
+        self._line: Line[Order] = Line(rules.max_queue)
+        self._running: Run | None = None
+        self._ends: dict[str, asyncio.Event] = {}
+        self._seen: dict[str, Progress] = {}
+        self._arrived = asyncio.Event()
+        self._submitting = asyncio.Lock()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._estimates = Estimates()
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring the records in order after whatever happened to the server before, and begin to work."""
+        await asyncio.to_thread(self.kept.open)
+        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._keep_tidy())]
+
+    async def stop(self) -> None:
+        """Stop working. Jobs that are not finished are interrupted."""
+        running = self._running
+        if running is not None:
+            running.stop(INTERRUPTED)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job in await asyncio.to_thread(self.kept.store.unfinished):
+            if job.owner == self.kept.owner:
+                await self._end(job.failed(INTERRUPTED, self._clock()))
+        await asyncio.to_thread(self.kept.close)
+
+    # --- what callers do ----------------------------------------------------------------------------------------
+
+    async def submit(self, asked: Asked, order: Order) -> tuple[Job, bool]:
+        """Take a request.
+
+        Returns:
+            Its job, and whether it is new; it is not if its key was used for the same request before. ``order`` is
+            closed then.
+
+        Raises:
+            QueueFullError: too many wait.
+            UsageError: its key was used for another request.
+            BusyError: the disk is full.
+        """
+        async with self._submitting:
+            try:
+                earlier = await self._joined(asked)
+                if earlier is not None:
+                    order.close()
+                    return earlier, False
+                self._line.require_room(busy=self._running is not None, next_s=self._next_place_s())
+                job = Job(
+                    new_id(),
+                    asked.model,
+                    asked.prompt,
+                    self._clock(),
+                    self.kept.owner,
+                    self.rules.deadline_s,
+                    key=asked.key,
+                    fingerprint=asked.fingerprint,
+                    sync=asked.sync,
+                    shown=asked.shown,
+                )
+                await asyncio.to_thread(self.kept.store.add, job)
+            except BaseException:
+                order.close()
+                raise
+            self._ends[job.id] = asyncio.Event()
+            position = self._line.join(job.id, order)
+            self._observer.line(len(self._line))
+            event(job, "queued", f"position={position}")
+            self._arrived.set()
+            return job, True
+
+    async def _joined(self, asked: Asked) -> Job | None:
+        if asked.key is None:
+            return None
+        earlier = await asyncio.to_thread(self.kept.store.by_key, asked.key)
+        if earlier is not None and earlier.fingerprint != asked.fingerprint:
+            raise UsageError(
+                f"Idempotency-Key {asked.key!r} was used for another request",
+                why=f"job {earlier.id} has it",
+                fix="Send each new request with a key of its own.",
+            )
+        return earlier
+
+    async def get(self, job_id: str) -> Job | None:
+        """A job."""
+        running = self._running
+        if running is not None and running.job.id == job_id:
+            return None if running.deleted else running.job
+        return await asyncio.to_thread(self.kept.store.get, job_id)
+
+    async def wait(self, job_id: str) -> Job | None:
+        """A job once it has ended; None if it is removed or another server's."""
+        end = self._ends.get(job_id)
+        if end is not None:
+            await end.wait()
+        job = await asyncio.to_thread(self.kept.store.get, job_id)
+        return job if job is not None and job.status.ended else None
+
+    async def cancel(self, job_id: str, reason: Failure = CANCELLED) -> bool:
+        """Stop a job; the worker is told, and stops at its next look. False: it neither waits nor runs here."""
+        order = self._line.leave(job_id)
+        if order is not None:
+            order.close()
+            self._observer.line(len(self._line))
+            job = await asyncio.to_thread(self.kept.store.get, job_id)
+            if job is not None:
+                await self._end(job.failed(reason, self._clock()))
+            return True
+        running = self._running
+        if running is None or running.job.id != job_id:
+            return False
+        event(running.job, "stopping", f"reason={reason.code}")
+        running.stop(reason)
+        return True
+
+    async def delete(self, job_id: str) -> bool:
+        """Stop a job if it is not finished, and remove its record and its files. False: there is none.
+
+        Raises:
+            UsageError: another server works on it.
+        """
+        job = await self.get(job_id)
+        if job is None:
+            return False
+        if not job.status.ended and not await self.cancel(job_id):
+            job = await asyncio.to_thread(self.kept.store.get, job_id)
+            if job is not None and not job.status.ended:
+                raise UsageError(
+                    f"job {job_id} is another server's", why="it works on it now", fix="Ask that server to delete it."
+                )
+        if self._running is not None and self._running.job.id == job_id:
+            self._running.deleted = True
+        await asyncio.to_thread(self.kept.forget, [job_id])
+        return True
+
+    def shown(self, job: Job) -> dict[str, Any]:
+        """A job as clients see it."""
+        return wire(job, self.progress(job).as_fields(), self.kept.retention.expires_at(job))
+
+    def progress(self, job: Job) -> Progress:
+        """How far a job is."""
+        seen = look(
+            job,
+            self._worker.progress() if job.status is Status.IN_PROGRESS else None,
+            self._clock(),
+            before=self._seen.get(job.id),
+            position=self._line.position(job.id),
+            tail_s=self._estimates.tail_s(),
+        )
+        if job.status is Status.IN_PROGRESS:
+            self._seen[job.id] = seen
+        return seen
+
+    async def events(self, job_id: str) -> AsyncIterator[dict[str, Any] | None]:
+        """The job as clients see it, each time that it moves, until its end; None after 15 s without a move."""
+        last, quiet = None, 0.0
+        while True:
+            job = await self.get(job_id)
+            if job is None:
+                return
+            now = self.shown(job)
+            moved = {name: value for name, value in now.items() if name != "seconds_left"}
+            if moved != last or quiet >= _HEARTBEAT_S:
+                yield now if moved != last else None
+                last, quiet = moved, 0.0
+            if job.status.ended:
+                return
+            end = self._ends.get(job_id)
+            quiet += _EVENT_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(end.wait() if end else asyncio.sleep(_EVENT_S * 2), _EVENT_S)
+
+    @property
+    def queue(self) -> dict[str, Any]:
+        """The line, for ``/v1/h3/info``."""
+        running = self._running
+        return {
+            "length": len(self._line),
+            "max": self.rules.max_queue,
+            "running": running.job.id if running is not None else None,
+        }
+
+    @property
+    def accepting(self) -> bool:
+        """Whether a new request would be taken."""
+        with contextlib.suppress(QueueFullError):
+            self._line.require_room(busy=self._running is not None, next_s=None)
+            return bool(self._tasks)
+        return False
+
+    # --- the runner ---------------------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        while True:
+            first = self._line.take()
+            if first is None:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            job_id, order = first
+            try:
+                job = await asyncio.to_thread(self.kept.store.get, job_id)
+                if job is not None and not job.status.ended:
+                    await self._run(job, order)
+            except Exception:
+                # The line must go on whatever one job does.
+                log.exception("job=%s event=runner_failed", job_id)
+            finally:
+                order.close()
+                self._observer.line(len(self._line))
+
+    async def _run(self, job: Job, order: Order) -> None:
+        job = job.moved(Status.IN_PROGRESS, self._clock())
+        self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock)
+        try:
+            await asyncio.to_thread(self.kept.store.put, job)
+            self._observer.started(job)
+            event(job, "started", f"queue_s={(job.started_at or 0) - job.created_at:.3f}")
+            await self._end(await running.result())
+        finally:
+            self._worker.resume()
+            self._running = None
+            self._seen.pop(job.id, None)
+
+    async def _end(self, job: Job) -> None:
+        await asyncio.to_thread(self.kept.end, job)
+        if job.status is Status.COMPLETED:
+            self._estimates.add(job)
+        how = f"code={job.failure.code}" if job.failure else f"bytes={job.nbytes} sha256={job.sha256}"
+        event(job, job.status.value, f"{how} run_s={job.ledger.get('run_s')}")
+        self._observer.ended(job)
+        end = self._ends.pop(job.id, None)
+        if end is not None:
+            end.set()
+
+    # --- housekeeping -------------------------------------------------------------------------------------------
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.kept.tidy)
+            except Exception:
+                log.exception("event=tidy_failed")
+            await asyncio.sleep(_SWEEP_S)
+
+    # --- estimates ----------------------------------------------------------------------------------------------
+
+    def _next_place_s(self) -> float | None:
+        """Seconds until the running job ends, by its own steps or by the last clips of this server."""
+        running = self._running
+        if running is None:
+            return None
+        left = self.progress(running.job).seconds_left
+        return left if left is not None else self._estimates.left_s(running.job, self._clock())

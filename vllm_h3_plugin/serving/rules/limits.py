@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this server makes, beside what H3 can: facts that are known once it has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_h3_plugin.memory.requests import LONGEST_S, SHORTEST_S
+from vllm_h3_plugin.memory.table import DEFAULT_STEPS
+from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
+
+MAX_PIXELS = 1920 * 1088
+"""Default of the largest area: 1080p. The host has none for an explicit size; H3 itself was made for 1344x768."""
+
+EXTRA = frozenset(
+    {
+        "audio_mode",
+        "force_refresh_step_hint",
+        "force_refresh_step_policy",
+        "pad_seq_len",
+        "preencode_batch_frames",
+        "preencode_mp4",
+    }
+)
+"""What vLLM-Omni 0.30.0's H3 reads from ``extra_args`` beside what has a field (minimax_h3/pipeline_minimax_h3.py)."""
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A request that this server has not the memory for, even when it is idle.
+
+    Attributes:
+        why: needed and present, in words.
+        fits: what would fit, in words; empty if nothing of the kind does.
+        frames: longest clip of this size that fits; None if none does.
+    """
+
+    why: str
+    fits: str = ""
+    frames: int | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The server's own limits.
+
+    Attributes:
+        tasks: kinds of clip that the loaded checkpoint makes (``workers[].supported_tasks``).
+        model: the served model's name; a request that names another is refused. None: any name is taken.
+        outputs: clips that one request may ask for, every one of which is delivered.
+        shortest_s, longest_s: seconds.
+        max_pixels: largest area, width times height.
+        steps: denoise steps of a request that names none.
+        steps_fixed: the checkpoint is distilled to that number, and makes no other.
+        lora_dir: folder in which a request's adapter must lie; None: anywhere on the server.
+        extra: names of ``extra_params`` that the host's model takes beside those that have a field.
+        misfit: the memory budget: says why a request can never run here; None if it can.
+    """
+
+    tasks: tuple[Task, ...] = ("t2va", "fl2va")
+    model: str | None = None
+    outputs: int = 1
+    shortest_s: float = SHORTEST_S
+    longest_s: float = LONGEST_S
+    max_pixels: int = MAX_PIXELS
+    steps: int = DEFAULT_STEPS
+    steps_fixed: bool = False
+    lora_dir: Path | None = None
+    extra: frozenset[str] = EXTRA
+    misfit: Callable[[Accepted], Misfit | None] | None = None
