@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "provenance": ("vllm_h3_plugin.cli.provenance", "Say what this installation is made of; write its SBOM."),
     "smoke": ("vllm_h3_plugin.cli.smoke", "Make two clips through the running server and verify them."),
     "verify": ("vllm_h3_plugin.cli.verify", "Check a clip: streams, every frame, sound, length, checksum."),
+    "compare": ("vllm_h3_plugin.cli.compare", "Say how far two clips are apart, in picture and sound."),
     "bench": ("vllm_h3_plugin.cli.bench", "Measure loading, restart and table build on this machine."),
     "demo": ("vllm_h3_plugin.cli.demo", "Make and verify two clips on this machine, with or without a GPU."),
 }

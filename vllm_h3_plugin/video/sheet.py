@@ -66,7 +66,7 @@ def write_sheet(clip: Path, out: Path, *, frames: int = 12, force: bool = False)
         raise ClipError(
             f"{clip} has no frame to draw", why=material.damage or "none could be decoded", fix="Run `vllm-h3 verify`."
         )
-    _save(_draw(facts, material, columns, width), out, force=force)
+    save(_draw(facts, material, columns, width), out, force=force)
     return out
 
 
@@ -149,7 +149,12 @@ def _title(facts: ClipFacts, material: _Material) -> str:
     return "   ".join(parts + ([material.damage] if material.damage else []))
 
 
-def _save(sheet: Image.Image, out: Path, *, force: bool) -> None:
+def save(sheet: Image.Image, out: Path, *, force: bool) -> None:
+    """Write a PNG whole or not at all.
+
+    Raises:
+        UsageError: ``out`` came to be there meanwhile and ``force`` is not set.
+    """
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     try:
         sheet.save(part, format="PNG")
