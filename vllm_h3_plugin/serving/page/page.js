@@ -43,7 +43,7 @@ async function refresh() {
     failed(error);
   }
   // A page that nobody sees asks rarely.
-  const busy = jobs.some((job) => !ended(job)) && !document.hidden;
+  const busy = !document.hidden && (!$("offline").hidden || jobs.some((job) => !ended(job)));
   if (!$("key-dialog").open) timer = setTimeout(refresh, busy ? BUSY_MS : IDLE_MS);
 }
 
