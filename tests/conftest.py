@@ -116,6 +116,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = "takes long: run `make soak`"
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
+        programs = item.get_closest_marker("programs")
+        missing = [name for name in (programs.args if programs else ()) if shutil.which(name) is None]
+        if reason is None and missing:
+            reason = f"needs {', '.join(missing)}: apt-get install {' '.join(missing)}"
         if reason is None and item.get_closest_marker("browser"):
             reason = browser_refusal()
         if reason is None and item.get_closest_marker("oracle"):
