@@ -237,6 +237,17 @@ def test_a_server_that_is_gone_is_said_and_found_again(opened: Any) -> None:
     assert page.locator("#jobs li").count() == 1
 
 
+def test_a_key_that_is_no_longer_taken_is_asked_for_and_the_job_goes_on(opened: Any) -> None:
+    page = opened()
+    ask(page, steps="100")
+    page.locator("#phase", has_text="Denoising, step").wait_for()
+    page.evaluate("() => sessionStorage.setItem('h3-key', 'another')")
+    page.locator("#key-fault", has_text="does not accept this key").wait_for()
+    page.fill("#key", KEY)
+    page.click("text=Unlock")
+    watched(page)
+
+
 def test_a_chosen_clip_survives_a_reload(opened: Any) -> None:
     page = opened()
     ask(page)

@@ -8,11 +8,10 @@ const TRIES = 5;
 
 /** An answer that is no success. */
 export class Refusal extends Error {
-  constructor(status, body, retryAfter) {
-    super(body?.error?.message || (typeof body?.error === "string" && body.error) || `HTTP ${status}`);
+  constructor(status, body) {
+    super(body?.error?.message || `HTTP ${status}`);
     this.status = status;
     this.faults = body?.faults ?? [];
-    this.retryAfter = retryAfter;
   }
 }
 
@@ -30,7 +29,7 @@ export async function ask(path, { headers = {}, ...options } = {}) {
   try {
     body = await answer.json();
   } catch { /* A proxy answers in HTML; the status says enough. */ }
-  throw new Refusal(answer.status, body, answer.headers.get("Retry-After"));
+  throw new Refusal(answer.status, body);
 }
 
 /** JSON, with seeds as they stand there: a double does not hold all of them. */

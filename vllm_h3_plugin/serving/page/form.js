@@ -91,7 +91,7 @@ export function setLimits(told) {
   $("num_inference_steps").placeholder = steps.default;
   $("input_reference-hint").textContent =
     `JPEG, PNG or WebP, sides from ${picture.min_side} pixels, up to ${picture.max_bytes >> 20} MiB`;
-  $("input_reference").closest(".field").hidden = !told.tasks.includes("fl2va") && !told.tasks.includes("ref2va");
+  if (!told.tasks.includes("fl2va")) $("input_reference-name").textContent = "Reference picture";
   const choices = [["Automatic", ""], ...Object.entries(size.canvases)];
   $("ratios").replaceChildren(...choices.map(([name, value]) => {
     const button = document.createElement("button");

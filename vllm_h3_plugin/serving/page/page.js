@@ -118,6 +118,7 @@ $("key-form").addEventListener("submit", (event) => {
   const key = $("key").value.trim();
   if (!/^[\x21-\x7e]+$/.test(key)) return showFault("key", "A key is printable ASCII without spaces.");
   keepKey(key);
+  known = false;
   $("key").value = "";
   $("key-dialog").close();
   refresh();

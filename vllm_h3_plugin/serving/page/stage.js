@@ -6,6 +6,8 @@ import { ended, bytes, left, phase, seconds, size, snap, status } from "./words.
 
 const $ = (id) => document.getElementById(id);
 const POLL_MS = 1000;
+const NEWS = { queued: "The clip waits.", in_progress: "The clip is being made.", completed: "The clip is there.",
+  failed: "The clip was not made." };
 let watching = new AbortController();
 let shown = null;
 let url = null;
@@ -46,6 +48,8 @@ export const current = () => shown;
 
 function show(job) {
   const first = shown?.id !== job.id;
+  // Said aloud where there is news, and not at each step.
+  if (first || shown.status !== job.status) $("news").textContent = NEWS[job.status];
   shown = job;
   $("stage-status").textContent = status(job);
   $("stage-status").dataset.status = job.status;
