@@ -113,6 +113,8 @@ def test_a_key_is_asked_for_and_another_one_is_not_taken(opened: Any, keyed: Key
 
 def test_a_clip_is_ordered_watched_played_and_downloaded(opened: Any, keyed: Keyed, tmp_path: Path) -> None:
     page = opened()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
     ask(page, steps="60", size="100x70")
     seen = watched(page)
     assert seen == sorted(seen)
@@ -128,6 +130,7 @@ def test_a_clip_is_ordered_watched_played_and_downloaded(opened: Any, keyed: Key
     }""")
     assert played == [96, 64, 107, True]
     (job,) = keyed.http.get("/v1/videos").json()["data"]
+    assert (asked.count("events"), asked.count(job["id"])) == (1, 1), "its events were enough"
     snaps = page.locator("#snaps").inner_text()
     assert "size 100x70 became 96x64" in snaps and "length 4 s became 4.4583 s" in snaps
     assert str(job["seed"]) in page.locator("#facts").inner_text()
@@ -226,7 +229,14 @@ def test_a_download_that_breaks_goes_on_where_it_broke(opened: Any, keyed: Keyed
 
 def test_a_server_that_is_gone_is_said_and_found_again(opened: Any) -> None:
     page = opened()
-    page.route("**/v1/**", lambda route: route.abort())
+
+    def lost(route: Any) -> None:
+        # The order arrives, and its answer does not.
+        if route.request.method == "POST":
+            route.fetch()
+        route.abort()
+
+    page.route("**/v1/**", lost)
     ask(page)
     page.locator("#order-fault", has_text="did not answer").wait_for()
     page.locator("#offline", has_text="does not answer").wait_for()

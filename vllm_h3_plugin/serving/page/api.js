@@ -3,7 +3,7 @@
 
 const BASE = new URL("v1/", document.baseURI);
 const KEY = "h3-key";
-const FIRST_EVENT_MS = 4000;
+const FIRST_EVENT_MS = 8000;
 const TRIES = 5;
 
 /** An answer that is no success. */

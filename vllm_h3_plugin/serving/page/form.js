@@ -133,7 +133,7 @@ async function send(onCreated) {
     if (!(error instanceof Refusal)) showFault("", "The server did not answer. Send it again; it makes one clip of it.");
     else if (error.faults.length) showFaults(error.faults);
     else if (error.status !== 401) showFault("", error.message);
-    if (error.status === 401) throw error;
+    if (!(error instanceof Refusal) || error.status === 401) throw error;
   } finally {
     $("make").disabled = false;
   }

@@ -20,6 +20,8 @@ function failed(error) {
   $("offline").textContent =
     error instanceof Refusal ? error.message : "The server does not answer. Trying again.";
   $("offline").hidden = false;
+  clearTimeout(timer);
+  timer = setTimeout(refresh, BUSY_MS);
 }
 
 function askKey() {
