@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example with curl in docs/API.md, run by bash as it stands there, with $URL and $KEY set.
+"""Every example with curl in docs/API.md, run by bash as it stands there, with $URL, $KEY and $H3 (the header) set.
 
 A block is read as its reader reads it: each request succeeds, unless a comment says ``# answers 400``, in the order of
 the requests that do not. Two things are made smaller, since a clip of full size takes this platform an hour: sizes and
@@ -93,13 +93,14 @@ class Shell:
         script = script.replace("http://127.0.0.1:8000", self.keyed.url)
         if re.search(r"/ID\b", script):
             script = re.sub(r"(?<=/)ID\b", self._made(), script)
-        speaks_of_it = 401 in example.answers or re.search(r"Authorization|KEY|--oauth2-bearer", script)
+        speaks_of_it = 401 in example.answers or re.search(r"Authorization|\bH3\b|\bKEY\b|--oauth2-bearer", script)
         environment = {
             **os.environ,
             "PATH": f"{self.folder / '.bin'}:{os.environ['PATH']}",
             "ASKED": str(self.asked),
             "GIVEN_KEY": "" if speaks_of_it else f"--oauth2-bearer {KEY}",
             "KEY": KEY,
+            "H3": f"Authorization: Bearer {KEY}",
             "URL": self.keyed.url,
             "url": self.keyed.url,
         }
