@@ -20,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             reason = "takes long: run `make soak`"
         if reason is None and item.get_closest_marker("container"):
             reason = container_refusal()
+        programs = item.get_closest_marker("programs")
+        missing = [name for name in (programs.args if programs else ()) if shutil.which(name) is None]
+        if reason is None and missing:
+            reason = f"needs {', '.join(missing)}: apt-get install {' '.join(missing)}"
+        if reason is None and item.get_closest_marker("browser"):
+            reason = browser_refusal()
         if reason is None and item.get_closest_marker("oracle"):
             from tools.oracle import why_no_oracle
 
@@ -157,6 +164,37 @@ def container_refusal() -> str | None:
                 subprocess.run(["buildah", *words], env=environment, capture_output=True, check=False)
             for mounted in ("store/overlay", "store"):
                 subprocess.run(["umount", f"{folder}/{mounted}"], capture_output=True, check=False)
+    return None
+
+
+def chromium() -> str | None:
+    """The Chromium of this machine's distribution."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@cache
+def browser_refusal() -> str | None:
+    """Why no browser can be driven here; None: it can. Tried once, since a packaged one may lack what it needs."""
+    program = chromium()
+    if program is None:
+        return "needs Chromium: apt-get install chromium"
+    if find_spec("playwright") is None:
+        return "needs playwright: `make setup` installs it"
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", "--dump-dom")
+        try:
+            done = subprocess.run(
+                (program, *words, "data:text/html,<p>alive</p>"),
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as exc:
+            return f"{program} does not run on this machine: {str(exc)[:200]}"
+    if "alive" not in done.stdout:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return f"{program} does not run on this machine: {said[:200]}"
     return None
 
 

@@ -27,6 +27,7 @@ from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.host.liveness import HealthRoute, Liveness, leave
+from vllm_h3_plugin.host.page_routes import page_router
 from vllm_h3_plugin.host.video_accept import accepting
 from vllm_h3_plugin.host.video_request import server_limits
 from vllm_h3_plugin.host.video_routes import video_router
@@ -34,13 +35,15 @@ from vllm_h3_plugin.quantization.footprint import GIB
 from vllm_h3_plugin.serving import provenance
 from vllm_h3_plugin.serving.jobs.retention import Retention
 from vllm_h3_plugin.serving.jobs.service import JobService, Rules
+from vllm_h3_plugin.serving.offered import offered
 from vllm_h3_plugin.serving.references.load import ReferencePolicy
 from vllm_h3_plugin.serving.rules.openapi import request_body
 from vllm_h3_plugin.settings import Settings
 
 
 class H3Endpoints:
-    """The plugin's routes: what this server really runs, the video API answered from jobs, ``/ready``. And its guards.
+    """The plugin's routes: what this server really runs, the video API answered from jobs, ``/ready``
+    and the page at ``/h3``. And its guards.
 
     The host attaches plugins before its own router (0.30: vllm_omni/entrypoints/openai/api_server.py:334-343; 0.28:
     :522-529), so routes of one path are found here first.
@@ -66,6 +69,7 @@ class H3Endpoints:
         app.add_api_route("/ready", _ready_of(app, liveness), methods=["GET"], summary="Loaded, and takes requests")
         body = request_body(server_limits(None))
         app.include_router(video_router(service, accepting(ReferencePolicy.of(values)), body))
+        app.include_router(page_router())
         # Before the host adds authentication, and therefore behind it.
         app.add_middleware(admission.Admission)
         app.add_middleware(InFlight)
@@ -169,6 +173,7 @@ def _info(jobs: JobService | None) -> dict[str, Any]:
         "server": _server(),
         "requests": {"in_flight": InFlight.count},
         "queue": None if jobs is None else jobs.queue,
+        "limits": offered(server_limits(None)),
         "guard": admission.describe(),
         "provenance": _provenance(),
     }

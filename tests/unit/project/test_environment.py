@@ -119,6 +119,9 @@ def test_an_installed_wheel_finds_its_data(tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(site)
+        packed = set(wheel.namelist())
+    page = (ROOT / "vllm_h3_plugin" / "serving" / "page").iterdir()
+    assert {f"vllm_h3_plugin/serving/page/{path.name}" for path in page if path.is_file()} <= packed
     ask = (
         "from vllm_h3_plugin.data import data_path; from vllm_h3_plugin.pins import load_pins;"
         "print(data_path('quant')); print(*sorted(p.name for p in data_path('quant').glob('*.json')));"
