@@ -19,10 +19,10 @@ from vllm_h3_plugin.host.video_request import generation_request, host_reference
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.serving.references.media import Loaded, Media
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Lora, ReferenceFacts
-from vllm_h3_plugin.serving.rules.ask import RATIOS
 from vllm_h3_plugin.serving.rules.canvas import canvas
 from vllm_h3_plugin.serving.rules.check import check
 from vllm_h3_plugin.serving.rules.limits import Limits
+from vllm_h3_plugin.serving.rules.ratios import RATIOS
 from vllm_h3_plugin.serving.rules.read import read
 
 LIMITS = Limits(tasks=("t2va", "fl2va", "ref2va"))

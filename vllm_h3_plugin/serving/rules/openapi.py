@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_h3_plugin.serving.rules.ask import MAX_STEPS, RATIOS, VideoFields
+from vllm_h3_plugin.serving.rules.ask import MAX_STEPS, VideoFields
 from vllm_h3_plugin.serving.rules.canvas import SHORT_EDGE
 from vllm_h3_plugin.serving.rules.conditions import MAX_REFERENCES
 from vllm_h3_plugin.serving.rules.fault import Code
 from vllm_h3_plugin.serving.rules.length import longest_frames, shortest_frames
 from vllm_h3_plugin.serving.rules.limits import Limits
 from vllm_h3_plugin.serving.rules.names import ALIASES, REFERENCES, UNUSED
+from vllm_h3_plugin.serving.rules.ratios import RATIOS
 from vllm_h3_plugin.video.geometry import FPS
 
 _JSON_FIELDS = ("lora", "frame_indices", "extra_params", "image_reference", "video_reference", "audio_reference")
