@@ -16,7 +16,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 
 from vllm_h3_plugin.errors import H3Error, UsageError
 from vllm_h3_plugin.host import in_flight
-from vllm_h3_plugin.host.video_accept import Accept
+from vllm_h3_plugin.host.video_accept import KEY_HEADER, KEY_LIMITS, Accept
 from vllm_h3_plugin.serving.jobs import openapi
 from vllm_h3_plugin.serving.jobs.job import Job, Status
 from vllm_h3_plugin.serving.jobs.service import JobService
@@ -39,7 +39,7 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
         body: OpenAPI's ``requestBody`` of one.
     """
     router = APIRouter(tags=["video"])
-    described = {"requestBody": dict(body), "parameters": [openapi.header("Idempotency-Key", _KEY)]}
+    described = {"requestBody": dict(body), "parameters": [openapi.header(KEY_HEADER, _KEY, **KEY_LIMITS)]}
     refusals = openapi.errors(400, 422, 429, 503)
 
     @router.post(

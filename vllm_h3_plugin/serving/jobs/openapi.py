@@ -79,7 +79,7 @@ def events_response() -> dict[str, Any]:
     """Of the stream of a job."""
     return {
         "description": "`progress` events, and `end`; the data of each is the job as JSON",
-        "content": {"text/event-stream": {"schema": _TEXT}},
+        "content": {"text/event-stream": {"schema": {**_OBJECT, "properties": {"event": _TEXT, "data": _TEXT}}}},
     }
 
 
@@ -103,9 +103,10 @@ def errors(*statuses: int) -> Responses:
     return {**found, "default": _json("Another error; 401 where a key is wanted", _OBJECT)}
 
 
-def header(name: str, description: str) -> dict[str, Any]:
+def header(name: str, description: str, **limits: Any) -> dict[str, Any]:
     """A request's header as a parameter."""
-    return {"name": name, "in": "header", "required": False, "description": description, "schema": dict(_TEXT)}
+    schema = {**_TEXT, **limits}
+    return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
 
 
 def _error() -> dict[str, Any]:

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the soak of the server and keep its figures: ``python -m tools.measure_serving``, in a host's environment.
+
+Writes ``docs/results/serving.json``. What is measured by another command has its place there too, null until then
+(``tools.results.set_ratio`` fills it), and keeps its value when the soak is run again.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tools.environment import ROOT
+from tools.measure_demo import RESULTS, hardware
+from tools.results import Result, load_results, write_result
+
+NAME = "serving"
+SOAK = ("tests/server/test_soak.py",)
+ELSEWHERE = {
+    "health_p99_ms_during_encode": "measured by `python -m tools.measure_serving_encode`",
+    "encode_speedup_over_stock": "measured by `python -m tools.measure_serving_encode`",
+}
+"""Ratios of other commands, and why they are null before these have run."""
+
+_PARTS = {"soak": "Mixed requests, 16 at a time", "cancel": "Cancel at random moments", "kills": "kill -9"}
+
+
+def result_of(report: dict[str, Any], kept: Result | None, versions: dict[str, str]) -> Result:
+    """The measurement from a test report of the soak.
+
+    Args:
+        report: what ``pytest --report`` wrote.
+        kept: the measurement that there is, for the ratios of other commands.
+    """
+    figures = {name.partition(" ")[0]: found for name, found in report["figures"].items()}
+    soak, cancel, kills = (figures[name] for name in _PARTS)
+    rows = [
+        {"What": words, "Figure": name, "Value": value}
+        for part, words in _PARTS.items()
+        for name, value in figures[part].items()
+    ]
+    others = {name: kept.ratios.get(name) if kept is not None else None for name in ELSEWHERE}
+    ratios: dict[str, float | None] = {
+        "soak_good_delivered": soak["good delivered and verified"],
+        "soak_bad_4xx": soak["bad answered with 4xx"],
+        "soak_stuck": soak["stuck"],
+        "soak_rss_growth": round(soak["resident after, MiB"] / soak["resident before, MiB"], 4),
+        "kill_lost": kills["lost"],
+        "kill_stuck": kills["stuck"],
+        "cancel_to_idle_s": cancel["longest, s"],
+        **others,
+    }
+    return Result(
+        title="A server under many callers, cancels and kills",
+        command="make serving",
+        date=date.today().isoformat(),
+        hardware=hardware(),
+        versions=versions,
+        rows=rows,
+        ratios=ratios,
+        reasons={name: ELSEWHERE[name] for name, value in others.items() if value is None},
+        notes="The real server path with a tiny synthetic checkpoint on the CPU reference platform, FP8, one process: "
+        "clips of 64x64 pixels and 1 to 3 steps (128x128 and 200 steps where jobs are cancelled). Each clip that was "
+        "delivered passed `vllm-h3 verify`, and equal requests gave equal bytes. A cancel counts from the DELETE until "
+        "the worker says that it is idle.",
+    )
+
+
+def main() -> int:
+    """Run the tests; keep the figures only of a run in which nothing failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pytest", "--soak", "-m", "soak", "-q", "--report", str(report), *SOAK]
+        code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
+        if code != 0:
+            return code
+        packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
+        versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
+        found = json.loads(report.read_text(encoding="utf-8"))
+        path = write_result(RESULTS, NAME, result_of(found, load_results(RESULTS).get(NAME), versions))
+        print(path.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
