@@ -19,7 +19,7 @@ from tests.server.conftest import Running, request
 OURS = ("/v1/videos", "/v1/h3", "/health", "/ready")
 TINY = {"size": "64x64", "num_frames": 96, "num_inference_steps": 1}
 """What a made-up request leaves out, so that none keeps the machine busy for minutes."""
-EXAMPLES = {GenerationMode.POSITIVE: 25, GenerationMode.NEGATIVE: 10}
+EXAMPLES = {GenerationMode.POSITIVE: 15, GenerationMode.NEGATIVE: 6}
 """For each POST: to think of what is forbidden takes half a second each."""
 
 
@@ -76,7 +76,7 @@ def examples(operation: Any, mode: GenerationMode, check: Callable[[Any], object
     """The same examples of an operation in each run."""
 
     @settings(
-        max_examples=EXAMPLES[mode] if operation.method == "post" else 6,
+        max_examples=EXAMPLES[mode] if operation.method == "post" else 4,
         deadline=None,
         database=None,
         derandomize=True,
