@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,14 @@ ELSEWHERE = {
 }
 """Ratios of other commands, and why they are null before these have run."""
 
+COMMAND = "make serving"
+NOTES = (
+    "The real server path with a tiny synthetic checkpoint on the CPU reference platform, FP8, one process: clips of "
+    "64x64 pixels and 1 to 3 steps (128x128 and 200 steps where jobs are cancelled). Each clip that was delivered "
+    "passed `vllm-h3 verify`, and equal requests gave equal bytes. A cancel counts from the DELETE until the worker "
+    "says that it is idle."
+)
+_COLUMN = "What"
 _PARTS = {"soak": "Mixed requests, 16 at a time", "cancel": "Cancel at random moments", "kills": "kill -9"}
 
 
@@ -42,12 +51,11 @@ def result_of(report: dict[str, Any], kept: Result | None, versions: dict[str, s
     figures = {name.partition(" ")[0]: found for name, found in report["figures"].items()}
     soak, cancel, kills = (figures[name] for name in _PARTS)
     rows = [
-        {"What": words, "Figure": name, "Value": value}
+        {_COLUMN: words, "Figure": name, "Value": value}
         for part, words in _PARTS.items()
         for name, value in figures[part].items()
     ]
-    others = {name: kept.ratios.get(name) if kept is not None else None for name in ELSEWHERE}
-    ratios: dict[str, float | None] = {
+    mine: dict[str, float | None] = {
         "soak_good_delivered": soak["good delivered and verified"],
         "soak_bad_4xx": soak["bad answered with 4xx"],
         "soak_stuck": soak["stuck"],
@@ -55,21 +63,32 @@ def result_of(report: dict[str, Any], kept: Result | None, versions: dict[str, s
         "kill_lost": kills["lost"],
         "kill_stuck": kills["stuck"],
         "cancel_to_idle_s": cancel["longest, s"],
-        **others,
     }
-    return Result(
-        title="A server under many callers, cancels and kills",
-        command="make serving",
+    made = Result(
+        title="Serving on the reference platform",
+        command=COMMAND,
         date=date.today().isoformat(),
         hardware=hardware(),
         versions=versions,
         rows=rows,
+        ratios=mine | dict.fromkeys(ELSEWHERE),
+        reasons=ELSEWHERE,
+        notes=NOTES,
+    )
+    return made if kept is None else with_kept(made, kept)
+
+
+def with_kept(made: Result, kept: Result) -> Result:
+    """A new measurement, and beside it what other commands have put into the same file."""
+    ratios = {**made.ratios, **{name: value for name, value in kept.ratios.items() if made.ratios.get(name) is None}}
+    return replace(
+        made,
+        command="; ".join(dict.fromkeys([made.command, *kept.command.split("; ")])),
+        versions={**kept.versions, **made.versions},
+        rows=[*made.rows, *(row for row in kept.rows if _COLUMN not in row)],
         ratios=ratios,
-        reasons={name: ELSEWHERE[name] for name, value in others.items() if value is None},
-        notes="The real server path with a tiny synthetic checkpoint on the CPU reference platform, FP8, one process: "
-        "clips of 64x64 pixels and 1 to 3 steps (128x128 and 200 steps where jobs are cancelled). Each clip that was "
-        "delivered passed `vllm-h3 verify`, and equal requests gave equal bytes. A cancel counts from the DELETE until "
-        "the worker says that it is idle.",
+        reasons={name: why for name, why in {**made.reasons, **kept.reasons}.items() if ratios.get(name, 0) is None},
+        notes="\n\n".join(dict.fromkeys([made.notes, *kept.notes.split("\n\n")])),
     )
 
 
