@@ -18,8 +18,9 @@ from PIL import Image
 
 from tests.server.conftest import Running, request
 from tests.server.soak import BAD, listed
+from vllm_h3_plugin.pins import HostPin
 
-FORM = request(steps=1).form()
+FORM = request(steps=2).form()
 
 
 def picture(side: int) -> str:
@@ -99,6 +100,12 @@ def test_a_job_that_is_not_there_is_404_everywhere(http: httpx.Client) -> None:
     for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/content"), ("GET", "/events")):
         answer = http.request(method, f"/v1/videos/video_gen_none{path}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_one_step_is_made_or_refused_and_fails_in_no_worker(http: httpx.Client, host_pin: HostPin) -> None:
+    answer = http.post("/v1/videos/sync", data={**FORM, "num_inference_steps": "1"})
+    # 0.28 makes one evaluation fewer than there are steps.
+    assert answer.status_code == (400 if host_pin.vllm_omni == "0.28.0" else 200), answer.text
 
 
 @pytest.mark.parametrize("shift", ["1.32", "4.03", "0.01"])

@@ -100,7 +100,7 @@ def error_response() -> dict[str, Any]:
 
 def _limits(limits: Limits) -> dict[str, dict[str, Any]]:
     """What the model leaves to the server, by field."""
-    steps = (limits.steps, limits.steps) if limits.steps_fixed else (1, MAX_STEPS)
+    steps = (limits.steps, limits.steps) if limits.steps_fixed else (limits.fewest_steps, MAX_STEPS)
     return {
         "prompt": {"minLength": 1, "pattern": r"\S"},
         "task": {"enum": list(limits.tasks)},
