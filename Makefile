@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_HOST = .venv-$(HOST)/bin
 IN_TEST = .venv-nvidia/bin
 
-.PHONY: help setup demo test test-quick test-gpu soak lint docs docs-check results lock clean
+.PHONY: help setup demo test test-quick test-gpu soak serving lint docs docs-check results lock clean
 .PHONY: preflight build up status logs down smoke verify provenance
 
 help:  ## Show this help.
@@ -97,8 +97,12 @@ down: .venv-kit/ready  ## Wait for the running job, stop the container, see the 
 provenance: setup  ## Say what this checkout's installation is made of, as JSON (ARGS='--sbom FILE' writes the SBOM).
 	@$(IN_HOST)/vllm-h3 provenance $(ARGS)
 
-soak: setup  ## Tests that take long: four ranks, twenty prompts in a row, on HOST.
+soak: setup  ## Tests that take long: four ranks, twenty prompts in a row, 200 callers, 20 kills, on HOST.
 	@$(IN_HOST)/python -m pytest --soak -m soak $(ARGS)
+
+serving: setup  ## Soak the server on HOST and keep its figures in docs/results/serving.json.
+	@$(IN_HOST)/python -m tools.measure_serving $(ARGS)
+	@$(IN_TEST)/python -m tools.docs
 
 lint:  ## ruff, ruff format, mypy, shellcheck.
 	@"$(PYTHON)" -m tools.environment nvidia

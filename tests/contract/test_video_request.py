@@ -11,20 +11,28 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from vllm_omni.diffusion.models.minimax_h3 import time_request
 from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
 from vllm_omni.errors import OmniClientError
 from vllm_omni.model_executor.models.minimax_h3 import preprocessing
 
-from vllm_h3_plugin.host.video_request import generation_request, host_references, request_fields, server_limits
+from vllm_h3_plugin.host.video_request import (
+    generation_request,
+    host_references,
+    request_fields,
+    server_limits,
+    usable_shift,
+)
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.serving.references.media import Loaded, Media
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Lora, ReferenceFacts
-from vllm_h3_plugin.serving.rules.ask import RATIOS
 from vllm_h3_plugin.serving.rules.canvas import canvas
 from vllm_h3_plugin.serving.rules.check import check
 from vllm_h3_plugin.serving.rules.limits import Limits
+from vllm_h3_plugin.serving.rules.ratios import RATIOS
 from vllm_h3_plugin.serving.rules.read import read
 
+SHIFTS = [round(0.01 * step, 2) for step in range(1, 10001)]
 LIMITS = Limits(tasks=("t2va", "fl2va", "ref2va"))
 IMAGE = ReferenceFacts("input_reference", "image", 1, "png", 1000, 700)
 OLD = installed_host().vllm_omni == "0.28.0"
@@ -276,3 +284,19 @@ def test_a_body_of_unknown_length_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(video_body, "MAX_TEXT_BYTES", 1000)
     with pytest.raises(video_body.BadBody, match="too large"):
         _body(_request(b'{"prompt": "' + b"x" * 2000 + b'"}', "application/json", parts=5))
+
+
+def test_no_shift_starts_above_pure_noise() -> None:
+    """The host's own rounding takes one shift in a hundred above 1, and then its scheduler raises in the worker."""
+
+    def first(shift: float) -> float:
+        return float(time_request.minimax_h3_time_shift_sigmas(num_steps=1, shift_scale=shift)[0])
+
+    moved = [shift for shift in SHIFTS if usable_shift(shift) != shift]
+    assert moved == [shift for shift in SHIFTS if first(shift) > 1] and 4.03 in moved
+    assert all(first(usable_shift(shift)) <= 1 for shift in moved)
+    assert all(0 < abs(shift - usable_shift(shift)) < 1e-6 * max(1, shift) for shift in moved)
+    accepted = Accepted("p", "t2va", 64, 64, 107, 1, 1, flow_shift=4.03, audio_flow_shift=1.32)
+    fields = request_fields(accepted)
+    assert fields["flow_shift"] == usable_shift(4.03)
+    assert fields["extra_params"]["audio_flow_shift"] == usable_shift(1.32)

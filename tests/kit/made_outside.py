@@ -85,6 +85,7 @@ class Served:
     progress: dict[str, Any] = field(default_factory=lambda: dict(IDLE))
     jobs: list[dict[str, Any]] = field(default_factory=list)
     in_flight: int = 0
+    more_jobs: bool = False
     mute: bool = False
     version: str = __version__
 
@@ -102,7 +103,8 @@ class Served:
         if request.url.path == "/health":
             return httpx.Response(self.health)
         if request.url.path == "/v1/videos":
-            return httpx.Response(200, json={"data": self.jobs})
+            newest_first = self.jobs[::-1] if request.url.params.get("order") == "desc" else self.jobs
+            return httpx.Response(200, json={"data": newest_first, "has_more": self.more_jobs})
         return httpx.Response(self.info_status, json=self.info())
 
     def info(self) -> dict[str, Any]:
@@ -114,6 +116,7 @@ class Served:
             "workers": [{"pipeline": PIPELINE, "recipe": "fp8", "backend": "cutlass", "memory": memory}],
             "progress": self.progress,
             "requests": {"in_flight": self.in_flight},
+            "queue": {"length": 0, "max": 16, "running": None},
             "server": {"started_at": NOW - 7980, "uptime_s": 7980.0},
             "guard": {"active": True, "available_bytes": 31 * GIB, "floor_bytes": 6 * GIB},
             "provenance": {"image": {"revision": "3eb87f7", "base": "name@sha256:1"}},

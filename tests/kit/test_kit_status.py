@@ -66,11 +66,18 @@ def test_a_busy_server_tells_job_step_time_left_and_queue(running: MadeOutside, 
     assert ended.answer["state"] == "busy" and ended.answer["seconds_left"] == 343.0 and ended.answer["waiting"] == 2
 
 
-def test_a_caller_who_waits_for_the_clip_itself_keeps_it_busy(running: MadeOutside, verb: Verb) -> None:
+def test_a_request_that_is_no_job_yet_keeps_it_busy(running: MadeOutside, verb: Verb) -> None:
     running.server.in_flight = 2
     ended = verb("status", "--json")
     assert ended.code == 0 and "busy: preparing a request, or encoding its clip" in ended.out
-    assert "a request of /v1/videos/sync; 1 waiting" in ended.out and ended.answer["in_flight"] == 2
+    assert "a request that is being read; 1 waiting" in ended.out and ended.answer["in_flight"] == 2
+
+
+def test_jobs_that_ended_long_ago_do_not_hide_whether_one_runs(running: MadeOutside, verb: Verb) -> None:
+    running.server.more_jobs = True
+    running.server.jobs = [job(f"video_gen_{place}", status="completed") for place in range(100)]
+    ended = verb("status", "--json")
+    assert ended.code == 0 and ended.answer["state"] == "ready"
 
 
 def test_a_stuck_request_is_unhealthy_with_the_remedy(running: MadeOutside, verb: Verb) -> None:

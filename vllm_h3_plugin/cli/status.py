@@ -188,7 +188,7 @@ def _rows(found: Status) -> list[tuple[str, str]]:
     if found.answers.busy:
         # Jobs run in the order of their creation; a request without one waits for its answer itself.
         first, behind = next(iter(found.answers.jobs), {}), waiting(found.answers)
-        name = f"{first['id']}, {first.get('size') or 'size not given'}" if first else "a request of /v1/videos/sync"
+        name = f"{first['id']}, {first.get('size') or 'size not given'}" if first else "a request that is being read"
         rows.append(("job", f"{name}; {behind or 'none'} waiting"))
     rows += [("memory", _memory(info)), ("uptime", uptime_words(found)), ("server", found.answers.url)]
     if info:

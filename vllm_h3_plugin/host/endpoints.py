@@ -13,24 +13,24 @@ from contextlib import asynccontextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.host import admission, run_state
+from vllm_h3_plugin.host.in_flight import InFlight
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.host.liveness import HealthRoute, Liveness, leave
 from vllm_h3_plugin.host.page_routes import page_router
 from vllm_h3_plugin.host.video_accept import accepting
 from vllm_h3_plugin.host.video_request import server_limits
-from vllm_h3_plugin.host.video_routes import video_router
+from vllm_h3_plugin.host.video_routes import forget_shadowed, video_router
 from vllm_h3_plugin.quantization.footprint import GIB
 from vllm_h3_plugin.serving import provenance
 from vllm_h3_plugin.serving.jobs.retention import Retention
@@ -66,7 +66,13 @@ class H3Endpoints:
             return jobs
 
         app.add_api_route("/v1/h3/info", _info_of(app), methods=["GET"], summary="Plugin, host, recipe, kernels in use")
-        app.add_api_route("/ready", _ready_of(app, liveness), methods=["GET"], summary="Loaded, and takes requests")
+        app.add_api_route(
+            "/ready",
+            _ready_of(app, liveness),
+            methods=["GET"],
+            summary="Loaded, and takes requests",
+            responses={503: {"description": "It does not, and says why", "content": {"application/json": {}}}},
+        )
         body = request_body(server_limits(None))
         app.include_router(video_router(service, accepting(ReferencePolicy.of(values)), body))
         app.include_router(page_router())
@@ -101,6 +107,8 @@ def _with_jobs(
         quota = None if values.clip_quota_gib is None else int(values.clip_quota_gib * GIB)
         rules = Rules(values.max_queue, deadline_s, Retention(ttl, quota))
         jobs = JobService(Path(storage.path).resolve(), JobWorker(), rules, host_metrics())
+        # Not earlier: the host adds its routes after it has attached plugins.
+        forget_shadowed(app)
         await jobs.start()
         app.state.h3_jobs = jobs
         watch = asyncio.create_task(liveness.watch(lambda: getattr(app.state, "engine_client", None)))
@@ -116,29 +124,6 @@ def _with_jobs(
                 leave()
 
     return lifespan
-
-
-class InFlight:
-    """Counts requests until their answer is sent: what ``/v1/videos/sync`` encodes is no job, and no phase either.
-
-    A job's own request ends when the job is queued; jobs are listed under ``/v1/videos``.
-    """
-
-    count: ClassVar[int] = 0
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and count it meanwhile."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in admission.PATHS:
-            return await self.app(scope, receive, send)
-        # All of them run in one event loop: nothing can come between reading and writing.
-        InFlight.count += 1
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            InFlight.count -= 1
 
 
 def _ready_of(app: FastAPI, liveness: Liveness) -> Callable[[], JSONResponse]:

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_h3_plugin.errors import HostError, UsageError
+from vllm_h3_plugin.errors import HostError
 from vllm_h3_plugin.host.video_body import BadBody, body_fields
 from vllm_h3_plugin.host.video_order import VideoOrder, host_video_module
 from vllm_h3_plugin.host.video_request import generation_request, host_references, server_limits
@@ -21,12 +21,15 @@ from vllm_h3_plugin.serving.references.media import Media
 from vllm_h3_plugin.serving.rules.accepted import Accepted
 from vllm_h3_plugin.serving.rules.check import check
 from vllm_h3_plugin.serving.rules.fault import HTTP_STATUS, Fault, error_body
+from vllm_h3_plugin.serving.rules.fault import shown as shown_value
 from vllm_h3_plugin.serving.rules.fingerprint import fingerprint
 from vllm_h3_plugin.serving.rules.limits import Limits
 from vllm_h3_plugin.serving.rules.read import read
 
 KEY_HEADER = "Idempotency-Key"
 _KEY_LENGTH = 255
+KEY_LIMITS = {"minLength": 1, "maxLength": _KEY_LENGTH, "pattern": r"\S"}
+"""In the terms of JSON schema."""
 
 Accept = Callable[[Request], Awaitable["tuple[Order, Asked] | Response"]]
 """An order and what its job keeps, from a request; or the answer to one that is refused."""
@@ -49,7 +52,6 @@ def accepting(policy: ReferencePolicy) -> Accept:
     """
 
     async def accept(request: Request) -> tuple[Order, Asked] | Response:
-        key = idempotency_key(request)
         handler = getattr(request.app.state, "openai_serving_video", None)
         if handler is None:
             raise HostError("this server makes no clips", why="the host has set up no handler for the video API")
@@ -57,6 +59,7 @@ def accepting(policy: ReferencePolicy) -> Accept:
         handler.set_stage_configs_if_missing(stage_configs)
         model = handler.model_name or served
         try:
+            key = idempotency_key(request)
             async with body_fields(request) as fields:
                 # Pictures are decoded and films probed: not on the event loop.
                 found = await run_in_threadpool(_read, fields, policy, server_limits(model), key is not None)
@@ -85,16 +88,13 @@ def idempotency_key(request: Request) -> str | None:
     """What the caller named its request; None: nothing.
 
     Raises:
-        UsageError: it cannot be a key.
+        BadBody: it cannot be a key.
     """
     key = request.headers.get(KEY_HEADER)
     if key is None or (key.strip() and len(key) <= _KEY_LENGTH and key.isprintable()):
         return key
-    raise UsageError(
-        f"{KEY_HEADER} has {len(key)} characters",
-        why=f"1 to {_KEY_LENGTH} printable ones are allowed",
-        fix="Send a UUID.",
-    )
+    allowed = f"1 to {_KEY_LENGTH} printable characters, such as a UUID"
+    raise BadBody(Fault(KEY_HEADER, shown_value(key), "it cannot be a key", allowed))
 
 
 def _read(

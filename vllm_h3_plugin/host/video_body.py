@@ -27,7 +27,7 @@ _MAX_FIELDS = 200
 
 
 class BadBody(Exception):
-    """A body that holds no fields; carries the fault."""
+    """A body that holds no fields, or headers that it cannot be taken with; carries the fault."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(str(fault))

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_h3_plugin import settings
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.asked import Asked
@@ -37,7 +39,7 @@ def request_fields(accepted: Accepted, output: int = 0) -> dict[str, Any]:
     """
     extra: dict[str, Any] = {**accepted.extra, "task": accepted.task}
     if accepted.audio_flow_shift is not None:
-        extra["audio_flow_shift"] = accepted.audio_flow_shift
+        extra["audio_flow_shift"] = usable_shift(accepted.audio_flow_shift)
     if accepted.frame_indices:
         extra["frame_indices"] = list(accepted.frame_indices)
     lora = accepted.lora
@@ -50,7 +52,7 @@ def request_fields(accepted: Accepted, output: int = 0) -> dict[str, Any]:
         "aspect_ratio": accepted.aspect_ratio,
         "num_inference_steps": accepted.steps,
         "seed": accepted.seed + output,
-        "flow_shift": accepted.flow_shift,
+        "flow_shift": None if accepted.flow_shift is None else usable_shift(accepted.flow_shift),
         "quality": accepted.quality,
         "start_time_seconds": accepted.start_time_seconds,
         "user": accepted.user,
@@ -59,6 +61,21 @@ def request_fields(accepted: Accepted, output: int = 0) -> dict[str, Any]:
         "extra_params": extra,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def usable_shift(shift: float) -> float:
+    """The shift, or the one next to it whose first sigma is not above 1.
+
+    The first sigma is s / (1 + (s - 1)), which the host computes in FP32 (minimax_h3/time_request.py:72). For one value
+    in a hundred, such as 1.32 or 4.03, that is 1.0000001, and the host refuses its own schedule: "timestep must be in
+    [0, 1]" (scheduling_minimax_h3_euler_ancestral.py:23).
+    """
+    one, value = np.float32(1), np.float32(shift)
+    if value / (one + np.float32(shift - 1)) <= one:
+        return shift
+    while value / (one + np.float32(float(value) - 1)) > one:
+        value = np.nextafter(value, np.float32(0))
+    return float(value)
 
 
 def generation_request(accepted: Accepted, output: int = 0) -> Any:
@@ -93,6 +110,8 @@ def server_limits(model: str | None, outputs: int = 1) -> Limits:
         tasks=tuple(task for task in TASKS if task in served) or TASKS,
         model=model,
         outputs=outputs,
+        # 0.28 makes one denoise evaluation fewer than there are steps, and fails in the worker where none is left.
+        fewest_steps=2 if _is_028() else 1,
         max_pixels=values.max_pixels,
         lora_dir=values.lora_dir,
         extra=_EXTRA_028 if _is_028() else EXTRA,

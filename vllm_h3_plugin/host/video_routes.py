@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from vllm_h3_plugin.errors import H3Error, UsageError
-from vllm_h3_plugin.host.video_accept import Accept
+from vllm_h3_plugin.host import in_flight
+from vllm_h3_plugin.host.video_accept import KEY_HEADER, KEY_LIMITS, Accept
+from vllm_h3_plugin.serving.jobs import openapi
 from vllm_h3_plugin.serving.jobs.job import Job, Status
 from vllm_h3_plugin.serving.jobs.service import JobService
 
 _CLIENT_CLOSED = 499
+_KEY = "A repeat with the same key and the same body gets the same job; a client that leaves does not stop it."
+_DOWNLOAD = {
+    "Range": "`bytes=START-END`: a part of the clip.",
+    "If-Range": "The ETag of the clip that the part belongs to; another clip is sent whole.",
+    "If-None-Match": "The ETag that the client has.",
+}
 
 
 def video_router(service: Callable[[], JobService], accept: Accept, body: Mapping[str, Any]) -> APIRouter:
@@ -30,19 +39,31 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
         body: OpenAPI's ``requestBody`` of one.
     """
     router = APIRouter(tags=["video"])
-    described = {"requestBody": dict(body)}
+    described = {"requestBody": dict(body), "parameters": [openapi.header(KEY_HEADER, _KEY, **KEY_LIMITS)]}
+    refusals = openapi.errors(400, 422, 429, 503)
 
-    @router.post("/v1/videos", summary="Ask for a clip; answers at once with its job", openapi_extra=described)
+    @router.post(
+        "/v1/videos",
+        summary="Ask for a clip; answers at once with its job",
+        openapi_extra=described,
+        responses={200: openapi.job_response(), **refusals},
+    )
     async def create(request: Request) -> Response:
         job = await _submitted(service(), accept, request, sync=False)
         return job if isinstance(job, Response) else JSONResponse(service().shown(job))
 
-    @router.post("/v1/videos/sync", summary="Ask for a clip and get it as the answer", openapi_extra=described)
+    @router.post(
+        "/v1/videos/sync",
+        summary="Ask for a clip and get it as the answer",
+        openapi_extra=described,
+        response_class=Response,
+        responses={200: openapi.clip_response(), **refusals, **openapi.errors(409)},
+    )
     async def create_sync(request: Request) -> Response:
         job = await _submitted(service(), accept, request, sync=True)
         return job if isinstance(job, Response) else await _delivered(service(), request, job)
 
-    @router.get("/v1/videos", summary="List jobs")
+    @router.get("/v1/videos", summary="List jobs", responses={200: openapi.list_response(), **openapi.errors()})
     async def listing(
         after: str | None = None,
         limit: int | None = Query(None, ge=0, le=100),
@@ -69,12 +90,21 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
             }
         )
 
-    @router.get("/v1/videos/{video_id}", summary="A job: status, phase, percent, seconds left")
+    @router.get(
+        "/v1/videos/{video_id}",
+        summary="A job: status, phase, percent, seconds left",
+        responses={200: openapi.job_response(), **openapi.errors(404)},
+    )
     async def retrieve(video_id: str) -> Response:
         job = await service().get(video_id)
         return _unknown(video_id) if job is None else JSONResponse(service().shown(job))
 
-    @router.get("/v1/videos/{video_id}/events", summary="The same as server-sent events, until the job has ended")
+    @router.get(
+        "/v1/videos/{video_id}/events",
+        summary="The same as server-sent events, until the job has ended",
+        response_class=Response,
+        responses={200: openapi.events_response(), **openapi.errors(404)},
+    )
     async def events(video_id: str) -> Response:
         if await service().get(video_id) is None:
             return _unknown(video_id)
@@ -84,7 +114,20 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )
 
-    @router.api_route("/v1/videos/{video_id}/content", methods=["GET", "HEAD"], summary="The clip")
+    @router.head("/v1/videos/{video_id}/content", include_in_schema=False)
+    @router.get(
+        "/v1/videos/{video_id}/content",
+        summary="The clip",
+        openapi_extra={"parameters": [openapi.header(name, why) for name, why in _DOWNLOAD.items()]},
+        response_class=Response,
+        responses={
+            200: openapi.clip_response(),
+            206: openapi.clip_response("The part of it that was asked for"),
+            304: {"description": "It is the one that the client has"},
+            416: {"description": "It has no such part"},
+            **openapi.errors(404, 422),
+        },
+    )
     async def content(video_id: str, request: Request, variant: str = "video") -> Response:
         job = await service().get(video_id)
         if job is None:
@@ -97,7 +140,11 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
             return problem(404, "not_ready", f"Job {video_id} is {job.status.value}; its clip is not there yet.")
         return _clip(service(), job, request)
 
-    @router.delete("/v1/videos/{video_id}", summary="Stop a job if it runs, and remove it and its clip")
+    @router.delete(
+        "/v1/videos/{video_id}",
+        summary="Stop a job if it runs, and remove it and its clip",
+        responses={200: openapi.deleted_response(), **openapi.errors(404, 409)},
+    )
     async def delete(video_id: str) -> Response:
         try:
             known = await service().delete(video_id)
@@ -108,6 +155,30 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
     return router
+
+
+def forget_shadowed(app: FastAPI) -> None:
+    """Take the host's routes out that ours stand before. No request reaches them, but OpenAPI describes the last route
+    of a path, and would tell of what the host takes and not of what this server does."""
+    ours = {_place(route, method) for route in app.routes if _is_ours(route) for method in _methods(route)}
+    app.router.routes[:] = [
+        route
+        for route in app.router.routes
+        if _is_ours(route) or not _methods(route) or not {_place(route, method) for method in _methods(route)} <= ours
+    ]
+
+
+def _is_ours(route: Any) -> bool:
+    return getattr(getattr(route, "endpoint", None), "__module__", None) == __name__
+
+
+def _methods(route: Any) -> frozenset[str]:
+    return frozenset(getattr(route, "methods", None) or ())
+
+
+def _place(route: Any, method: str) -> tuple[str, str]:
+    """What decides which route a request finds, whatever its parameters are called."""
+    return re.sub(r"\{[^}]*\}", "{}", route.path), method
 
 
 def problem(status: int, code: str, message: str, headers: dict[str, str] | None = None, **more: Any) -> JSONResponse:
@@ -136,6 +207,7 @@ async def _submitted(jobs: JobService, accept: Accept, request: Request, *, sync
         return refused(exc)
     try:
         job, _ = await jobs.submit(replace(asked, sync=sync), order)
+        in_flight.is_a_job(request.scope)
         return job
     except UsageError as exc:
         return refused(exc, 422)

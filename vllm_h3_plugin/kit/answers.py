@@ -24,6 +24,9 @@ from vllm_h3_plugin.serving.limits import Deadline
 STUCK_AFTER_S = 1800.0
 """Default of VLLM_H3_STUCK_AFTER_S, as in the compose files."""
 
+_LOOKED_AT = 100
+"""Jobs of a list that are looked at: the most that a server gives at once."""
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -35,7 +38,7 @@ class Answers:
         info: what of ``/v1/h3/info`` is understood (:func:`told.read_info`); empty where it was not given, and
             ``no_info`` says why.
         info_status: status of ``/v1/h3/info``; None where there was no whole answer.
-        jobs: jobs that have not ended, oldest first; those of ``/v1/videos/sync`` are not among them.
+        jobs: jobs that have not ended, oldest first; a caller of ``/v1/videos/sync`` waits for one as well.
         unsure: why it is not known whether a job runs; empty where the server has said what runs, or that nothing does.
         odd: parts of its answers that are not understood.
     """
@@ -69,7 +72,7 @@ class Answers:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose caller waits for the clip itself."""
+        """Requests that are read and checked and are no jobs yet, or come through the chat API."""
         return int((self.info.get("requests") or {}).get("in_flight") or 0)
 
     @property
@@ -117,8 +120,9 @@ def ask_server(http: httpx.Client) -> Answers:
     info_status = answer.status if isinstance(answer, Answer) else None
     if no_info:
         return Answers(url, health.status, no_info=no_info, info_status=info_status, unsure=no_info, odd=told.odd)
-    listed = _get(http, deadline, "/v1/videos", key, params={"order": "asc"})
-    jobs = _jobs(listed, key)
+    # Jobs are kept for long after their end, and those that have not ended are the newest.
+    listed = _get(http, deadline, "/v1/videos", key, params={"order": "desc", "limit": str(_LOOKED_AT)})
+    jobs = _jobs(listed, key, told.info.get("queue") or {})
     return Answers(
         url,
         health.status,
@@ -161,13 +165,13 @@ def _info(answer: Answer | _Nothing, key: str) -> tuple[ToldInfo, str]:
     return told, "" if told.info else f"its answer to GET /v1/h3/info is not understood: {told.unsure}"
 
 
-def _jobs(answer: Answer | _Nothing, key: str) -> ToldJobs:
+def _jobs(answer: Answer | _Nothing, key: str, queue: Mapping[str, Any]) -> ToldJobs:
     if isinstance(answer, _Nothing):
         return ToldJobs(unsure=answer.reason)
     if answer.status != 200:
         return ToldJobs(unsure=f"GET /v1/videos gave {answer.status}")
     try:
-        return read_jobs(parse(answer.text, key))
+        return read_jobs(parse(answer.text, key), queue)
     except ValueError:
         return read_jobs(None)
 

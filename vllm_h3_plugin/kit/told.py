@@ -85,6 +85,7 @@ def read_info(raw: Any) -> ToldInfo:
     info["workers"] = _workers(raw.get("workers"), odd)
     info["server"] = _numbers(_object(raw, "server", odd), ("started_at", "uptime_s"), "server", odd)
     info["requests"] = _numbers(_object(raw, "requests", odd), ("in_flight",), "requests", odd)
+    info["queue"] = _with_bytes(raw, "queue", ("length",), odd)
     info["guard"] = _with_bytes(raw, "guard", ("available_bytes", "floor_bytes"), odd)
     provenance = _object(raw, "provenance", odd)
     info["provenance"] = {**provenance, "image": _object(provenance, "image", odd) or None}
@@ -99,13 +100,17 @@ def read_info(raw: Any) -> ToldInfo:
     return ToldInfo(info, tuple(dict.fromkeys(odd)), unsure)
 
 
-def read_jobs(raw: Any) -> ToldJobs:
-    """Take ``/v1/videos`` apart."""
+def read_jobs(raw: Any, queue: Mapping[str, Any] | None = None) -> ToldJobs:
+    """Take ``/v1/videos`` apart, the newest jobs first.
+
+    Args:
+        queue: what ``/v1/h3/info`` says of the line; a list that goes on and has as many jobs that have not ended is
+            whole.
+    """
     listed = raw.get("data") if isinstance(raw, dict) else None
     if not isinstance(listed, list):
         return ToldJobs(odd=("jobs",), unsure="its list of jobs is not understood")
-    unsure = "its list of jobs is not whole" if raw.get("has_more") else ""
-    jobs, odd = [], False
+    unsure, jobs, odd = "", [], False
     for one in listed:
         if not isinstance(one, dict):
             odd, unsure = True, "its list of jobs is not understood"
@@ -114,7 +119,10 @@ def read_jobs(raw: Any) -> ToldJobs:
             odd = odd or not named
             size = one.get("size")
             jobs.append({**one, "id": named or NO_ID, "size": size if isinstance(size, str) else None})
-    return ToldJobs(tuple(jobs), ("jobs",) if odd else (), unsure)
+    known = None if not queue else int(queue["length"]) + (queue.get("running") is not None)
+    if raw.get("has_more") and (not listed or known is None or len(jobs) < known):
+        unsure = unsure or "its list of jobs is not whole"
+    return ToldJobs(tuple(reversed(jobs)), ("jobs",) if odd else (), unsure)
 
 
 def _tidied(value: Any, key: str) -> Any:

@@ -8,7 +8,6 @@ the job again, with growing pauses, until the job's time is over.
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import time
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from vllm_h3_plugin.serving.answers import ask, describe, finite, refusal, unrea
 from vllm_h3_plugin.serving.api_key import fault_of_key, read_api_key
 from vllm_h3_plugin.serving.download import download
 from vllm_h3_plugin.serving.limits import Deadline, Limits
+from vllm_h3_plugin.serving.rules.ratios import ratio_name
 from vllm_h3_plugin.serving.watching import LOST_TOUCH, OnLook, Outcome, Watch, rest, watch
 
 _CREATES = 3
@@ -30,10 +30,6 @@ _CREATES = 3
 _DOWNLOADS = 3
 _LOST = (502, 504)
 """What a proxy answers for a server that may have understood all the same."""
-
-# The host takes these names only; with an explicit size the name decides nothing, but t2va is refused without one
-# (vLLM-Omni 0.30.0 model_executor/models/minimax_h3/preprocessing.py:39).
-_ASPECT_RATIOS = {"21:9": 21 / 9, "16:9": 16 / 9, "4:3": 4 / 3, "1:1": 1.0, "3:4": 3 / 4, "9:16": 9 / 16}
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,8 @@ class VideoRequest:
         return {
             "prompt": self.prompt,
             "size": f"{self.width}x{self.height}",
-            "aspect_ratio": nearest_ratio(self.width, self.height),
+            # With a size it decides nothing, but a host without this plugin refuses t2va without one.
+            "aspect_ratio": ratio_name(self.width, self.height),
             "num_frames": str(self.frames),
             "num_inference_steps": str(self.steps),
             "seed": str(self.seed),
@@ -78,11 +75,6 @@ class VideoRequest:
             return [("input_references", (path.name, path.read_bytes())) for path in self.references]
         except OSError as exc:
             raise UsageError(f"reference {exc.filename} cannot be read", why=exc.strerror or str(exc)) from exc
-
-
-def nearest_ratio(width: int, height: int) -> str:
-    """The aspect ratio's name that is nearest to a size, by quotient."""
-    return min(_ASPECT_RATIOS, key=lambda name: abs(math.log(_ASPECT_RATIOS[name] * height / width)))
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

@@ -220,6 +220,12 @@ def test_steps_out_of_range_are_refused_with_the_nearest(steps: int, nearest: in
     assert _fault(steps=steps).field == "steps"
 
 
+def test_a_host_may_need_more_than_one_step() -> None:
+    ask, found = read([("prompt", "a kite"), ("num_inference_steps", "1")])
+    verdict = check(ask, Limits(fewest_steps=2), found=found)
+    assert isinstance(verdict, list) and (verdict[0].allowed, verdict[0].nearest) == ("2 to 200", 2)
+
+
 def test_a_distilled_checkpoint_makes_its_own_number_of_steps() -> None:
     distilled = replace(ALL, steps=4, steps_fixed=True)
     assert _accepted(distilled).steps == _accepted(distilled, steps=4).steps == 4

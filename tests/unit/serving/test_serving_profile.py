@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from vllm_h3_plugin.errors import RecipeError, SettingsError, UsageError
-from vllm_h3_plugin.serving.client import nearest_ratio
 from vllm_h3_plugin.serving.command import server_command
 from vllm_h3_plugin.serving.profile import Profile, load_profile, profile_names
+from vllm_h3_plugin.serving.rules.ratios import ratio_name
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -131,7 +131,7 @@ def test_the_launcher_knows_the_key_that_guards_its_own_proof(
     ("size", "name"), [((768, 448), "16:9"), ((1344, 768), "16:9"), ((64, 64), "1:1"), ((448, 768), "9:16")]
 )
 def test_a_size_names_the_nearest_ratio_that_the_host_takes(size: tuple[int, int], name: str) -> None:
-    assert nearest_ratio(*size) == name
+    assert ratio_name(*size) == name
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:

@@ -21,9 +21,6 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 CHOSEN_SEED_BITS = 53
 """Of a seed that the server chooses: the most that every JSON reader returns unchanged (IEEE 754 doubles)."""
 
-RATIOS = {"21:9": 21 / 9, "16:9": 16 / 9, "4:3": 4 / 3, "1:1": 1.0, "3:4": 3 / 4, "9:16": 9 / 16}
-"""The host's names (vLLM-Omni 0.30.0 model_executor/models/minimax_h3/preprocessing.py:39)."""
-
 MAX_PROMPT_CHARACTERS = 20_000
 
 

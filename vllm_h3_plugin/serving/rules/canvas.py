@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from vllm_h3_plugin.serving.rules.accepted import ReferenceFacts, Task
-from vllm_h3_plugin.serving.rules.ask import RATIOS
 from vllm_h3_plugin.serving.rules.findings import Findings
 from vllm_h3_plugin.serving.rules.limits import Limits
+from vllm_h3_plugin.serving.rules.ratios import RATIOS, ratio_name
 from vllm_h3_plugin.video.geometry import SIZE_MULTIPLE, snap_size
 
 SHORT_EDGE = 768
@@ -40,11 +40,6 @@ def canvas(ratio: float) -> tuple[int, int]:
     # The host's rounding: half to even, and never below one multiple.
     sides = [max(1, round(side * scale / SIZE_MULTIPLE)) * SIZE_MULTIPLE for side in (width, height)]
     return sides[0], sides[1]
-
-
-def ratio_name(width: float, height: float) -> str:
-    """The ratio's name that is nearest to a size, by quotient."""
-    return min(RATIOS, key=lambda name: abs(math.log(RATIOS[name] * height / width)))
 
 
 def nearest_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:

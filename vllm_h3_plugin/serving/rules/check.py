@@ -112,7 +112,7 @@ def _steps(found: Findings, limits: Limits) -> int:
         why = "this checkpoint is distilled to one number of steps"
         found.fault("num_inference_steps", asked, why, str(limits.steps), limits.steps)
     elif not limits.steps_fixed:
-        found.within("num_inference_steps", asked, 1, MAX_STEPS)
+        found.within("num_inference_steps", asked, limits.fewest_steps, MAX_STEPS)
     return asked
 
 

@@ -53,6 +53,7 @@ class Limits:
         shortest_s, longest_s: seconds.
         max_pixels: largest area, width times height.
         steps: denoise steps of a request that names none.
+        fewest_steps: denoise steps that a request may ask for at least.
         steps_fixed: the checkpoint is distilled to that number, and makes no other.
         lora_dir: folder in which a request's adapter must lie; None: anywhere on the server.
         extra: names of ``extra_params`` that the host's model takes beside those that have a field.
@@ -66,6 +67,7 @@ class Limits:
     longest_s: float = LONGEST_S
     max_pixels: int = MAX_PIXELS
     steps: int = DEFAULT_STEPS
+    fewest_steps: int = 1
     steps_fixed: bool = False
     lora_dir: Path | None = None
     extra: frozenset[str] = EXTRA

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_h3_plugin.serving.rules.ask import MAX_STEPS, RATIOS, VideoFields
+from vllm_h3_plugin.serving.rules.ask import MAX_STEPS, VideoFields
 from vllm_h3_plugin.serving.rules.canvas import SHORT_EDGE
 from vllm_h3_plugin.serving.rules.conditions import MAX_REFERENCES
 from vllm_h3_plugin.serving.rules.fault import Code
 from vllm_h3_plugin.serving.rules.length import longest_frames, shortest_frames
 from vllm_h3_plugin.serving.rules.limits import Limits
 from vllm_h3_plugin.serving.rules.names import ALIASES, REFERENCES, UNUSED
+from vllm_h3_plugin.serving.rules.ratios import RATIOS
 from vllm_h3_plugin.video.geometry import FPS
 
 _JSON_FIELDS = ("lora", "frame_indices", "extra_params", "image_reference", "video_reference", "audio_reference")
@@ -99,7 +100,7 @@ def error_response() -> dict[str, Any]:
 
 def _limits(limits: Limits) -> dict[str, dict[str, Any]]:
     """What the model leaves to the server, by field."""
-    steps = (limits.steps, limits.steps) if limits.steps_fixed else (1, MAX_STEPS)
+    steps = (limits.steps, limits.steps) if limits.steps_fixed else (limits.fewest_steps, MAX_STEPS)
     return {
         "prompt": {"minLength": 1, "pattern": r"\S"},
         "task": {"enum": list(limits.tasks)},
