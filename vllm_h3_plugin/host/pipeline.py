@@ -26,7 +26,7 @@ from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import AdaptersBesideTables
 from vllm_h3_plugin.host.attention import install
 from vllm_h3_plugin.host.cancel import Cancellation
-from vllm_h3_plugin.host.clips import EncodesClips, chosen_encoder
+from vllm_h3_plugin.host.clips import EncodesClips, chosen_encoder, get_minimax_h3_post_process_func
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.hot_stages import keep_stages, plain_weights
 from vllm_h3_plugin.host.measured import after_request, measured_memory
@@ -52,7 +52,7 @@ from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
 
 # The registry resolves the post-process function in the module that it finds the class in (diffusion/registry.py:834).
-get_minimax_h3_post_process_func = host_pipeline.get_minimax_h3_post_process_func
+__all__ = ["MiniMaxH3Pipeline", "get_minimax_h3_post_process_func"]
 
 logger = init_logger(__name__)
 

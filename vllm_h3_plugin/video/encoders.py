@@ -95,5 +95,6 @@ def fault(encoder: Encoder) -> str | None:
             size += sum(packet.size for packet in context.encode(frame))
         size += sum(packet.size for packet in context.encode())
     except (av.FFmpegError, OSError, ValueError) as exc:
-        return " ".join(str(exc).split())
+        # Beyond the first quotation FFmpeg repeats the options.
+        return " ".join(str(exc).partition(", {")[0].split()).strip("'\"")
     return None if size else "it encoded frames to nothing"
