@@ -38,7 +38,7 @@ def measure(clip: bytes, want: NDArray[np.float32]) -> tuple[float, float]:
     import av
 
     squares, similar, count = 0.0, 0.0, 0
-    with av.open(io.BytesIO(clip)) as container:
+    with av.open(io.BytesIO(clip), "r") as container:
         for frame in container.decode(video=0):
             seen = frame.to_ndarray(format="rgb24").astype(np.float32)
             squares += float(np.mean((seen - want[count]) ** 2))

@@ -46,7 +46,7 @@ from vllm_h3_plugin.video.verify import verify
 NAME = "serving"
 WIDTH, HEIGHT, FRAMES = 1344, 768, 124
 RATIOS = ("health_p99_ms_during_encode", "encode_speedup_over_stock")
-_READY_S, _REQUEST_S, _TICK_S = 600, 1800, 0.01
+_READY_S, _REQUEST_S, _TICK_S, _BEFORE_S = 600, 1800, 0.01, 2.0
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ class Took:
     Attributes:
         tail_s: from the last denoise step to the clip in the client's hands.
         decode_s: of it, decoding alone; None where that is not known.
+        before_ms: 99th percentile of ``/health`` in the seconds before, while it denoised.
     """
 
     tail_s: float
     decode_s: float | None
     p99_ms: float
     worst_ms: float
+    before_ms: float
     nbytes: int
 
 
@@ -158,7 +160,9 @@ class Side:
             began = ended - ledger["save_s"] - _delivery_s(ledger) - inside
             decode_s, window = None, (began, ended)
         p99, worst = health.between(*window)
-        return Took(ended - began, decode_s, p99, worst, path.stat().st_size)
+        # A machine that others use is slow to answer whatever the server does.
+        before, _ = health.between(began - _BEFORE_S, began)
+        return Took(ended - began, decode_s, p99, worst, before, path.stat().st_size)
 
 
 def _delivery_s(ledger: Mapping[str, Any]) -> float:
@@ -170,9 +174,7 @@ def stock(command: ServerCommand, times: Path) -> ServerCommand:
     """The same command without this plugin's classes; only its CPU platform is left."""
     argv = tuple("tools.stock_timed" if word == "vllm_h3_plugin.host.launch" else word for word in command.argv)
     plugins = "h3_reference,vllm_omni_register_models"
-    return replace(
-        command, argv=argv, environment={**command.environment, "VLLM_PLUGINS": plugins, TIMES: str(times)}
-    )
+    return replace(command, argv=argv, environment={**command.environment, "VLLM_PLUGINS": plugins, TIMES: str(times)})
 
 
 def start(stack: ExitStack, folder: Path, checkpoint: Path, name: str) -> Side:
@@ -250,7 +252,9 @@ def quality() -> dict[str, tuple[float, float, int]]:
     return {name: (*measure(clip, want), len(clip)) for name, clip in (("ours", ours), ("stock", theirs))}
 
 
-def rows_of(took: Mapping[str, list[Took]], shown: Mapping[str, tuple[float, float, int]]) -> tuple[list[dict[str, Cell]], float]:
+def rows_of(
+    took: Mapping[str, list[Took]], shown: Mapping[str, tuple[float, float, int]]
+) -> tuple[list[dict[str, Cell]], float]:
     """Medians as rows, and how much faster encoding is."""
 
     def median(name: str, field: str) -> float:
@@ -268,6 +272,7 @@ def rows_of(took: Mapping[str, list[Took]], shown: Mapping[str, tuple[float, flo
                 "Decode and encode, s": round(median(name, "tail_s"), 2),
                 "Encode adds, s": round(added[name], 2),
                 "/health p99, ms": round(median(name, "p99_ms"), 1),
+                "/health p99 before, ms": round(median(name, "before_ms"), 1),
                 "/health worst, ms": round(max(one.worst_ms for one in took[name]), 1),
                 "Clip, MB": round(median(name, "nbytes") / 1e6, 2),
                 "PSNR, dB": round(decibels, 2),

@@ -39,14 +39,14 @@ def shown(clip: bytes) -> np.ndarray:
     """Its frames in RGB, ``[T, H, W, 3]``."""
     import av
 
-    with av.open(io.BytesIO(clip)) as container:
+    with av.open(io.BytesIO(clip), "r") as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
 
 
 def heard(clip: bytes) -> bytes:
     import av
 
-    with av.open(io.BytesIO(clip)) as container:
+    with av.open(io.BytesIO(clip), "r") as container:
         return b"".join(bytes(packet) for packet in container.demux(audio=0))
 
 

@@ -2,8 +2,9 @@
 """Without quantization the plugin's clips are the stock host's, bit for bit: same platform, same attention.
 
 Both sides encode with the host's encoder (``H3_ENCODER=host``), whose bytes are equal where frames and sound are; what
-the plugin's own encoder makes of them is held against that below. AdaLN comes from a table on the plugin's side (``bf16-table``) and from resident weights on the host's; one server of
-``bf16``, where the plugin keeps them resident too, is compared as well.
+the plugin's own encoder makes of them is held against that below. AdaLN comes from a table on the plugin's side
+(``bf16-table``) and from resident weights on the host's; one server of ``bf16``, where the plugin keeps them resident
+too, is compared as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from av.audio.frame import AudioFrame
+from av.video.frame import VideoFrame
 
 from tests.server.conftest import Running, Servers, request
 from vllm_h3_plugin.serving.client import VideoRequest
@@ -135,8 +138,7 @@ def test_masked_attention_of_the_host_differs_in_last_bits_only(
 
 
 def _sound(clip: Path) -> bytes:
-    frames = [frame for frame in decoded_frames(clip) if not hasattr(frame, "width")]
-    return b"".join(frame.to_ndarray().tobytes() for frame in frames)
+    return b"".join(frame.to_ndarray().tobytes() for frame in decoded_frames(clip) if isinstance(frame, AudioFrame))
 
 
 def _decibels(one: Path, two: Path) -> float:
@@ -145,5 +147,5 @@ def _decibels(one: Path, two: Path) -> float:
 
 
 def _luma(clip: Path) -> np.ndarray:
-    frames = [frame for frame in decoded_frames(clip) if hasattr(frame, "to_ndarray") and hasattr(frame, "width")]
+    frames = [frame for frame in decoded_frames(clip) if isinstance(frame, VideoFrame)]
     return np.stack([frame.to_ndarray(format="gray").astype(np.float32) for frame in frames])

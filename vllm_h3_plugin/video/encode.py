@@ -65,7 +65,7 @@ class ClipFormat:
     sound: Sound | None = None
 
 
-class Stopped(Exception):  # noqa: N818  # an answer, not a fault
+class Stopped(Exception):
     """The clip is not wanted any more."""
 
 
@@ -98,7 +98,9 @@ class ClipEncoder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._thread.is_alive():
             self._stopped = lambda: True
             self._put(None)
@@ -166,7 +168,9 @@ class ClipEncoder:
         index = {"moov_size": str(_INDEX_BASE + _INDEX_PER_SAMPLE * samples)}
         container: Any = av.open(file, "w", format="mp4", options=index, buffer_size=_WRITE_BYTES)
         with container:
-            video = container.add_stream(self._encoder.codec, rate=Fraction(clip.fps), options=dict(self._encoder.options))
+            video = container.add_stream(
+                self._encoder.codec, rate=Fraction(clip.fps), options=dict(self._encoder.options)
+            )
             video.width, video.height, video.pix_fmt = clip.width, clip.height, "yuv420p"
             packets = _Interleaved(container, [] if sound is None else _sound_packets(container, sound))
             count = 0
@@ -180,7 +184,9 @@ class ClipEncoder:
             if self._stopped():
                 raise Stopped
             if not count:
-                raise ClipError("the clip could not be encoded", why="its decoder gave no frames", fix="Ask for it again.")
+                raise ClipError(
+                    "the clip could not be encoded", why="its decoder gave no frames", fix="Ask for it again."
+                )
             packets.write(video.encode())
             packets.end()
         return file.getvalue()

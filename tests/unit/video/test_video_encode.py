@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,7 @@ def encode(frames: int = FRAMES, encoder: Encoder | None = None, heard: Sound | 
     with ClipEncoder(clip, encoder or software("ultrafast")) as running:
         for first in range(0, frames, chunk):
             piece = planes(first, min(chunk, frames - first))
-            running.push(lambda piece=piece: piece)
+            running.push(partial(np.asarray, piece))
         return running.finish()
 
 
@@ -109,7 +110,7 @@ def test_a_fault_on_the_way_is_told_at_the_end_and_takes_no_more_frames() -> Non
 
         running.push(broken)
         for first in range(0, 85, 17):
-            running.push(lambda first=first: planes(first, 17))
+            running.push(partial(planes, first, 17))
         assert running.failed
         with pytest.raises(ClipError, match="No space left on device"):
             running.finish()
@@ -117,9 +118,9 @@ def test_a_fault_on_the_way_is_told_at_the_end_and_takes_no_more_frames() -> Non
 
 
 def test_no_frames_are_no_clip() -> None:
-    with ClipEncoder(ClipFormat(WIDTH, HEIGHT, 24, 5), software("ultrafast")) as running:
-        with pytest.raises(ClipError, match="its decoder gave no frames"):
-            running.finish()
+    running = ClipEncoder(ClipFormat(WIDTH, HEIGHT, 24, 5), software("ultrafast"))
+    with running, pytest.raises(ClipError, match="its decoder gave no frames"):
+        running.finish()
 
 
 def test_a_stop_is_heard_between_two_frames() -> None:
@@ -134,7 +135,7 @@ def test_a_stop_is_heard_between_two_frames() -> None:
 
     with ClipEncoder(ClipFormat(WIDTH, HEIGHT, 24, 50), software("ultrafast"), stopped=wanted.is_set) as running:
         for number in range(50):
-            running.push(lambda number=number: one(number))
+            running.push(partial(one, number))
         with pytest.raises(Stopped):
             running.finish()
     assert max(encoded) <= 4
@@ -142,10 +143,9 @@ def test_a_stop_is_heard_between_two_frames() -> None:
 
 
 def test_a_decoder_that_fails_leaves_no_thread_behind() -> None:
-    with pytest.raises(KeyError):
-        with ClipEncoder(ClipFormat(WIDTH, HEIGHT, 24, 50), software("ultrafast")) as running:
-            running.push(lambda: planes(0, 17))
-            raise KeyError
+    with pytest.raises(KeyError), ClipEncoder(ClipFormat(WIDTH, HEIGHT, 24, 50), software("ultrafast")) as running:
+        running.push(lambda: planes(0, 17))
+        raise KeyError
     assert not encoder_threads()
 
 

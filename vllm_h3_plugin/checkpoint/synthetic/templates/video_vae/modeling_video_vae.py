@@ -89,7 +89,10 @@ class _Model(nn.Module):
         pieces = []
         for step in range(0, z.shape[2], self.tokens_chunk_size):
             start, end = _frames(step), _frames(min(step + self.tokens_chunk_size, z.shape[2]))
-            pieces += [frames[:, :, start : start + 1].repeat(1, 1, self.frame_pre_padding, 1, 1), frames[:, :, start:end]]
+            pieces += [
+                frames[:, :, start : start + 1].repeat(1, 1, self.frame_pre_padding, 1, 1),
+                frames[:, :, start:end],
+            ]
         return torch.cat(pieces, dim=2)
 
     def blend(self, earlier, later, count, dim):
