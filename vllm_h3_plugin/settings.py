@@ -154,6 +154,16 @@ class Settings(BaseModel):
         default=3.0, ge=0, le=4096, description="GiB of MemAvailable under which a running request is cancelled."
     )
     memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
+    encoder: Literal["auto", "software", "nvenc", "host"] = Field(
+        default="auto",
+        description="What makes H.264 of the frames. `auto`: NVENC where the card and its driver really encode with "
+        "it, else x264 on the CPU. `nvenc`: refuse to start without it. `host`: the host's own encoder, after all "
+        "frames are decoded; byte for byte its clips.",
+    )
+    encode_preset: Literal["ultrafast", "superfast", "veryfast", "faster", "fast", "medium"] = Field(
+        default="ultrafast",
+        description="Preset of x264, always at CRF 18. `ultrafast` is the host's; slower ones make smaller files.",
+    )
     max_queue: int = Field(
         default=16,
         ge=0,

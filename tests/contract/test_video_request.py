@@ -132,7 +132,13 @@ def test_every_field_arrives_under_a_name_that_the_host_has() -> None:
     assert fields.keys() <= VideoGenerationRequest.model_fields.keys()
     request = generation_request(accepted, output=1)
     assert (request.seed, request.num_outputs_per_prompt, request.num_inference_steps) == (6, 1, 8)
-    assert request.extra_params == {"task": "fl2va", "audio_flow_shift": 3.0, "frame_indices": [0, -1]}
+    in_the_worker = {} if OLD else {"preencode_mp4": True}
+    assert request.extra_params == {
+        "task": "fl2va",
+        "audio_flow_shift": 3.0,
+        "frame_indices": [0, -1],
+        **in_the_worker,
+    }
     assert request.lora == {"name": "turbo", "path": "/loras/turbo", "scale": 0.5}
     # What was not given must not look as if it were: the host asks for `model_fields_set`.
     assert not {"fps", "seconds", "guidance_scale", "negative_prompt"} & request.model_fields_set

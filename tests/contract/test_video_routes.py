@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,19 +32,29 @@ class Handler:
     def __init__(self) -> None:
         self.made: list[str] = []
         self.error: Exception | None = None
+        self.video: Any = CLIP
         self.gate = asyncio.Event()
         self.gate.set()
 
     def set_stage_configs_if_missing(self, stage_configs: Any) -> None:
         """Nothing."""
 
-    async def generate_video_bytes(self, request: Any, reference_id: str, **references: Any) -> tuple[Any, ...]:
-        """A clip, once the gate is open."""
+    async def _run_and_extract(self, request: Any, reference_id: str, **references: Any) -> Any:
+        """A clip that the worker has encoded, once the gate is open."""
         self.made.append(reference_id)
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return CLIP, {"denoise": 1.5}, 12.0, None, {"num_frames": 107}
+        return SimpleNamespace(
+            videos=[self.video],
+            audios=[None],
+            actions=[None],
+            audio_sample_rate=32000,
+            output_fps=24,
+            stage_durations={"denoise": 1.5},
+            peak_memory_mb=12.0,
+            metrics=None,
+        )
 
 
 @asynccontextmanager

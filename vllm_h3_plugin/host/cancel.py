@@ -63,7 +63,7 @@ class Cancellation:
         """
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         if self._path is not None and module is not None and alone:
-            module.register_forward_pre_hook(lambda module, args: self._stop_if(self._asked()))
+            module.register_forward_pre_hook(lambda module, args: self._stop_if(self.asked()))
 
     @contextmanager
     def request(self, request_id: str) -> Iterator[None]:
@@ -86,9 +86,10 @@ class Cancellation:
             RequestCancelledError: it is.
         """
         if self._path is not None and self._request:
-            self._stop_if(self._agree(self._asked()))
+            self._stop_if(self._agree(self.asked()))
 
-    def _asked(self) -> bool:
+    def asked(self) -> bool:
+        """Whether this request is to be stopped, as far as this rank knows."""
         if self._path is None or not os.path.exists(self._path):
             return False
         try:

@@ -26,6 +26,7 @@ from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import AdaptersBesideTables
 from vllm_h3_plugin.host.attention import install
 from vllm_h3_plugin.host.cancel import Cancellation
+from vllm_h3_plugin.host.clips import EncodesClips, chosen_encoder, get_minimax_h3_post_process_func
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
 from vllm_h3_plugin.host.hot_stages import keep_stages, plain_weights
 from vllm_h3_plugin.host.measured import after_request, measured_memory
@@ -51,7 +52,7 @@ from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
 
 # The registry resolves the post-process function in the module that it finds the class in (diffusion/registry.py:834).
-get_minimax_h3_post_process_func = host_pipeline.get_minimax_h3_post_process_func
+__all__ = ["MiniMaxH3Pipeline", "get_minimax_h3_post_process_func"]
 
 logger = init_logger(__name__)
 
@@ -89,7 +90,7 @@ def _tile_decoder(video_vae: Any) -> torch.nn.Module | None:
     return decoder if isinstance(decoder, torch.nn.Module) else None
 
 
-class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
+class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
     Raises (from ``__init__``, before the DiT and the text encoder are read; an adapter that is refused costs the VAEs):
@@ -106,6 +107,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
         device, values, progress = get_local_device(), settings.load(), Progress()
+        encoder = chosen_encoder(values)
         plain_weights(session.backend, values)
         watch = MemoryWatch.for_session(session, device)
         watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes)
@@ -128,6 +130,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         self._progress = progress
         self._watch = watch
         self._cancel = Cancellation(device)
+        self._encoder = encoder
         self._vaes = vaes
         self._beside = beside
         self._tables: Mapping[str, AdalnTables] = {}
@@ -223,6 +226,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
             "step": self._step.facts(),
+            "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
             "supported_tasks": sorted(self.supported_tasks),
@@ -278,7 +282,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):
         return decoded
 
     def decode_to_mp4(self, *args: Any, **kwargs: Any) -> Any:
-        """The host's (0.30: decode and encode in the worker), announced."""
+        """0.30: decode and encode, announced."""
         self._progress.phase("decoding and encoding")
         self._watch.check()
         self._cancel.check()

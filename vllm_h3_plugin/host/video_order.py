@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,16 +46,15 @@ class VideoOrder:
     cleanup: Callable[[], None] = field(default=lambda: None)
 
     async def make(self, job_id: str) -> Made:
-        """Run the model and encode its frames. See :class:`~vllm_h3_plugin.serving.jobs.made.Order`."""
-        result = await self.handler.generate_video_bytes(self.request, job_id, **self.references)
-        # 0.30 tells what it really made as a fifth value.
-        data, stage_durations, peak_memory_mb, action, *rest = result
-        metadata = {name: value for name, value in (rest[0] if rest else {}).items() if value is not None}
+        """Run the model. See :class:`~vllm_h3_plugin.serving.jobs.made.Order`."""
+        artifacts = await self.handler._run_and_extract(self.request, job_id, **self.references)
+        data, metadata = await asyncio.to_thread(_delivered, artifacts, self.handler)
+        action = artifacts.actions[0]
         return Made(
             data,
             {
-                "stage_durations": stage_durations,
-                "peak_memory_mb": float(peak_memory_mb),
+                "stage_durations": artifacts.stage_durations,
+                "peak_memory_mb": float(artifacts.peak_memory_mb),
                 "action": None if action is None else action.model_dump(mode="json"),
                 **metadata,
             },
@@ -64,6 +64,30 @@ class VideoOrder:
         """Remove reference files."""
         cleanup, self.cleanup = self.cleanup, lambda: None
         cleanup()
+
+
+def _delivered(artifacts: Any, handler: Any) -> tuple[bytes, dict[str, Any]]:
+    """The file, and what 0.30 tells of what it really made. Not for the event loop.
+
+    The worker has encoded the clip, unless it was told not to (``H3_ENCODER=host``): then it is encoded here as the
+    host's ``generate_video_bytes`` does it, which would do it on the event loop.
+    """
+    from vllm_omni.entrypoints.openai import serving_video
+
+    video, audio = artifacts.videos[0], artifacts.audios[0]
+    if not isinstance(video, bytes):
+        sound = {} if audio is None else {"audio": audio, "audio_sample_rate": artifacts.audio_sample_rate}
+        video = serving_video._encode_video_bytes(
+            video,
+            fps=artifacts.output_fps,
+            **sound,
+            video_codec_options={"preset": "ultrafast", "threads": "0"},
+            frame_converter=handler._video_frame_converter,
+        )
+    told = {}
+    if hasattr(serving_video, "_video_metadata_from_artifacts"):
+        told = serving_video._video_metadata_from_artifacts(artifacts)
+    return video, {name: value for name, value in told.items() if value is not None}
 
 
 def explain(error: Exception) -> Failure:

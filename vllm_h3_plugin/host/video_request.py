@@ -38,6 +38,9 @@ def request_fields(accepted: Accepted, output: int = 0) -> dict[str, Any]:
             would have made them with the same seeds (``_minimax_h3_output_seeds``).
     """
     extra: dict[str, Any] = {**accepted.extra, "task": accepted.task}
+    if not _is_028() and settings.load().encoder != "host":
+        # The pipeline's own encoder (host/clips.py) is reached by the host's name for one in the worker.
+        extra.setdefault("preencode_mp4", True)
     if accepted.audio_flow_shift is not None:
         extra["audio_flow_shift"] = usable_shift(accepted.audio_flow_shift)
     if accepted.frame_indices:

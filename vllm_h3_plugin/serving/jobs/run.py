@@ -13,6 +13,7 @@ from vllm_h3_plugin.serving.jobs.clips import Clips
 from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status
 from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED
 from vllm_h3_plugin.serving.jobs.made import Made, Order, Worker
+from vllm_h3_plugin.serving.jobs.progress import ENCODING_VIDEO
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +103,13 @@ class Run:
         told = dict(self._worker.ledger(self.job.id))
         started = self.job.started_at or self.job.created_at
         left = told.pop("ended_at", None)
+        encoding = float((told.get("phases") or {}).get(ENCODING_VIDEO, 0.0))
         return {
             "queue_s": round(started - self.job.created_at, 3),
             **told,
-            # Between the worker's last word and the clip: frames travel and become an MP4 file.
-            "encode_s": None if left is None else round(max(0.0, made_at - float(left)), 3),
+            # What the worker still encoded when all frames were decoded, and what came between its last word and the
+            # clip: that travels, and is encoded only now if the worker did not.
+            "encode_s": None if left is None else round(encoding + max(0.0, made_at - float(left)), 3),
             "save_s": None if saved_at is None else round(saved_at - made_at, 3),
             "run_s": round((saved_at or made_at) - started, 3),
         }

@@ -40,8 +40,23 @@ class _Codec(nn.Module):
         self.basis = nn.Parameter(torch.zeros(FREQUENCIES, PATCH, PATCH), requires_grad=False)
 
 
+def _frames(steps):
+    """Frames of the first latent steps."""
+    return sum(FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)] for step in range(steps))
+
+
 class _Model(nn.Module):
     vae_ratio = PATCH
+    # How the real VAE decodes a clip in pieces (vllm_omni/diffusion/models/minimax_h3/temporal_chunks.py).
+    use_3d_conv = True
+    tokens_chunk_size = 5
+    token_overlap = 2
+    token_drop = 3
+    vae_ratio_t = 4
+    frame_pre_padding = 3
+    frame_overlap = 5
+    isolated_first_frame = False
+    isolated_last_frame = False
 
     def __init__(self):
         super().__init__()
@@ -58,6 +73,33 @@ class _Model(nn.Module):
 
     def decode_base(self, z):
         """Latents ``[B, 24, T, h, w]`` -> frames ``[B, 3, F, 16h, 16w]`` in [-1, 1]."""
+        return self._decode(z, first=0)
+
+    def _decode_temporal_output_frame_plan(self, z, z_head, z_tail, num_chunks, pad_tokens):
+        """Called before the first piece: (frames that come out, frames of them that are padding, frames to keep)."""
+        self._piece = 0
+        total, padding = _frames(z.shape[2]), _frames(z.shape[2]) - _frames(z.shape[2] - pad_tokens)
+        return total, padding, total - padding
+
+    def _adaptive_decode(self, z):
+        """One piece: five latent steps and the two after them, each 4 frames long, in which the first ones of a step
+        that stands for a single frame mean nothing."""
+        frames = self._decode(z, first=self._piece * _frames(self.tokens_chunk_size))
+        self._piece += 1
+        pieces = []
+        for step in range(0, z.shape[2], self.tokens_chunk_size):
+            start, end = _frames(step), _frames(min(step + self.tokens_chunk_size, z.shape[2]))
+            pieces += [
+                frames[:, :, start : start + 1].repeat(1, 1, self.frame_pre_padding, 1, 1),
+                frames[:, :, start:end],
+            ]
+        return torch.cat(pieces, dim=2)
+
+    def blend(self, earlier, later, count, dim):
+        """What two pieces have in common comes out the same of both."""
+        return later
+
+    def _decode(self, z, first):
         batch, _, steps, rows, columns = z.shape
         basis = self.decoder.basis.to(z.dtype)
         z = z.reshape(batch, 3, FREQUENCIES, steps, rows, columns).permute(0, 3, 1, 2, 4, 5)
@@ -67,14 +109,14 @@ class _Model(nn.Module):
         mean = z[:, :, :, 0].reshape(batch * steps, 3, rows, columns) * basis[0, 0, 0]
         mean = functional.interpolate(mean, scale_factor=PATCH, mode="bilinear", align_corners=False)
         pictures = (mean + detail).view(batch, steps, 3, rows * PATCH, columns * PATCH)
-        counts = [FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)] for step in range(steps)]
-        frames = pictures.new_empty(batch, 3, sum(counts), rows * PATCH, columns * PATCH)
+        frames = pictures.new_empty(batch, 3, _frames(steps), rows * PATCH, columns * PATCH)
         number = 0
-        for step, count in enumerate(counts):
-            first, last = pictures[:, max(step - 1, 0)], pictures[:, step]
+        for step in range(steps):
+            count = FRAMES_PER_LATENT[step % len(FRAMES_PER_LATENT)]
+            before, now = pictures[:, max(step - 1, 0)], pictures[:, step]
             for k in range(1, count + 1):
-                frames[:, :, number] = torch.lerp(first, last, k / count)
-                self._draw_disc(frames[:, :, number], number)
+                frames[:, :, number] = torch.lerp(before, now, k / count)
+                self._draw_disc(frames[:, :, number], first + number)
                 number += 1
         return frames.clamp_(-1, 1)
 
