@@ -139,6 +139,13 @@ def test_a_disk_that_refuses_the_base_leaves_the_rank_with_what_it_loaded(tmp_pa
     assert taken.base is None and taken.here and loaded == [1]
 
 
+def test_a_cache_folder_that_cannot_be_written_leaves_each_rank_with_what_it_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    loaded: list[int] = []
+    taken = of_ranks(Snapshots(tmp_path / "file"), lambda: loaded.append(1)).take()
+    assert taken.base is None and taken.here and loaded == [1]
+
+
 def test_too_little_host_memory_is_refused_with_the_numbers(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

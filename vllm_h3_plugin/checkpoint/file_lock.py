@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -33,10 +34,14 @@ class HeldLock:
         self._signed = False
 
     def sign(self) -> None:
-        """Write this process's id into the lock file, until release, for :func:`holder`. Only for exclusive locks."""
+        """Write this process's id into the lock file, until release, for :func:`holder`. Only for exclusive locks.
+
+        The lock holds without it: a full disk only leaves the name out.
+        """
         self._signed = True
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
     def release(self, *, remove: bool = False) -> None:
         """Let go; may be called again.

@@ -7,6 +7,7 @@ to say, and is asked again by whoever gets the lock: what a dead builder left un
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from vllm_h3_plugin.checkpoint.file_lock import hold, holder
+
+logger = logging.getLogger(__name__)
 
 Built = TypeVar("Built")
 
@@ -47,7 +50,8 @@ def build_once(
     """What ``find`` finds; if there is nothing, what one process of this machine builds.
 
     Args:
-        lock_path: its folder exists.
+        lock_path: where it cannot be made (a read-only folder, a full disk), nobody can wait for anybody: each process
+            builds for itself.
         find: cheap and safe to repeat; sees only what is whole.
         build: called by one process at a time, with nothing found.
         waiting: called every five seconds with the seconds waited and who builds.
@@ -62,7 +66,11 @@ def build_once(
         found = find()
         if found is not None:
             return Outcome(found, False, waited, takeovers)
-        lock = hold(lock_path)
+        try:
+            lock = hold(lock_path)
+        except OSError as exc:
+            logger.warning("%s: no lock can be made (%s), so each process builds for itself", lock_path, exc.strerror)
+            return Outcome(build(), True, waited, takeovers)
         if lock is not None:
             with lock:
                 lock.sign()

@@ -5,7 +5,9 @@
 in torch 2.13). A private mapping would take the write and silently keep a copy of the page. Here every
 operator passes ``__torch_dispatch__``, which reads from its schema whether it writes one of these tensors, and raises
 before it runs. Views of such a tensor are such tensors. Ways round the operators are closed one by one: storage,
-DLPack, NumPy. What is left is code that takes ``data_ptr()`` and writes through it.
+DLPack, NumPy. What is left is what no operator sees, and a write through it is SIGSEGV: ``data_ptr()``, a capsule of
+``torch.utils.dlpack.to_dlpack``, and a plain tensor that was given one of these by ``plain.data = mapped`` (torch copies
+what the tensor looks at and not what it is). Make a parameter of it instead: ``torch.nn.Parameter(mapped)``.
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ class ReadOnlyTensor(torch.Tensor):
                 value = kwargs.get(argument.name, args[position] if position < len(args) else None)
                 if any(isinstance(tensor, ReadOnlyTensor) for tensor in _flat(value)):
                     _refuse(str(func))
+        if func.overloadpacket is torch.ops.aten.set_:
+            # A plain tensor that looks at the mapping would be written without passing here again.
+            _refuse(str(func))
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
         shared = {_address(tensor) for tensor in _flat((*args, *kwargs.values())) if isinstance(tensor, ReadOnlyTensor)}

@@ -9,6 +9,7 @@ read from the base into anonymous memory and goes to the card from there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -106,7 +107,8 @@ class BaseOfRanks:
             whatever the load of the checkpoint raises.
         """
         folder = snapshots_folder(self._snapshots.cache)
-        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # without a folder there is no lock, and build_once() goes on without one
+            folder.mkdir(parents=True, exist_ok=True)
         lock = folder / f"{self._snapshots.key.id}.build.lock"
         here = False
         while True:

@@ -118,7 +118,7 @@ def _many_ranks(roles: RoleMap, ranks: int) -> Hosting:
             roles,
             f"the text encoder is on cards {_list(roles.text_encoder)}",
             "the host cuts it between the first cards",
-            f"Put it on cards {_list(range(len(roles.text_encoder)))}.",
+            f"Put it on card 0 alone, or on all {ranks} cards.",
         )
     if len(roles.text_encoder) not in (1, ranks):
         raise _refused(

@@ -18,6 +18,9 @@ _VARIABLE: dict[Accelerator, str] = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASC
 _NODE: dict[Accelerator, re.Pattern[str]] = {"cuda": re.compile(r"nvidia(\d+)"), "npu": re.compile(r"davinci(\d+)")}
 _NODES = {"cuda": "/dev/nvidiaN", "npu": "/dev/davinciN"}
 
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_UUID = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
+
 
 @dataclass(frozen=True)
 class Visible:
@@ -51,7 +54,8 @@ def visible_cards(accelerator: Accelerator, environ: Mapping[str, str], nodes: I
         nodes: names in ``/dev``; None: looked up.
 
     Raises:
-        SettingsError: the variable lists a card twice, or one that has no device node; names variable and card.
+        SettingsError: the variable lists a card twice, one that has no device node, or what is no card; names variable
+            and word.
     """
     variable, pattern = _VARIABLE[accelerator], _NODE[accelerator]
     matches = (pattern.fullmatch(name) for name in (device_nodes() if nodes is None else nodes))
@@ -61,7 +65,17 @@ def visible_cards(accelerator: Accelerator, environ: Mapping[str, str], nodes: I
         return Visible(accelerator, tuple(map(str, range(present))), said_by, present)
     value = environ[variable]
     cards = [word.strip() for word in value.split(",") if word.strip()]
+    if cards == ["-1"]:
+        # What people write to hide all cards.
+        return Visible(accelerator, (), f"{variable}={value}", present)
     for card in cards:
+        if not _NUMBER.fullmatch(card) and not (accelerator == "cuda" and _UUID.fullmatch(card)):
+            # CUDA ends its list at such a word without a word; counted, it would stand for a card that nobody sees.
+            raise SettingsError(
+                f"{variable}={value} names {card!r}",
+                why=f"a card is a number{' or a UUID' if accelerator == 'cuda' else ''}; they are separated by commas",
+                fix=f"Name cards that are there, for example {variable}=0,1.",
+            )
         if cards.count(card) > 1:
             raise SettingsError(
                 f"{variable}={value} lists card {card} twice",
@@ -69,7 +83,7 @@ def visible_cards(accelerator: Accelerator, environ: Mapping[str, str], nodes: I
                 fix="Name each card once.",
             )
         # Both runtimes count what the process can open: in a container that was given davinci3 alone, it is card 0.
-        if card.isdigit() and int(card) >= present and (present or accelerator == "npu"):
+        if _NUMBER.fullmatch(card) and int(card) >= present and (present or accelerator == "npu"):
             there = f"{present} of {_NODES[accelerator]}, counted from 0" if present else f"no {_NODES[accelerator]}"
             raise SettingsError(
                 f"{variable}={value} names card {card}", why=f"there are {there}", fix="Name cards that are there."

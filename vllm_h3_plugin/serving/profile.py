@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_h3_plugin.data import data_path
 from vllm_h3_plugin.errors import SettingsError, UsageError
@@ -53,6 +53,20 @@ class Profile(BaseModel):
         ge=1,
         description="Longest that a request may take, in seconds; the host's deadlines are set to it.",
     )
+
+    @field_validator("roles", mode="before")
+    @classmethod
+    def _roles_are_a_name_or_lists(cls, value: object) -> object:
+        """Numbers as they stand: ``true`` would be card 1, and the union's own messages speak of its first member."""
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{value!r} is neither the name of a map nor a table of part = [CARDS]")
+        for part, cards in value.items():
+            listed = isinstance(cards, Sequence) and not isinstance(cards, str)
+            if not listed or any(type(card) is not int for card in cards):
+                raise ValueError(f"{part} is {cards!r}, and a part has a list of card numbers, such as {part} = [0]")
+        return value
 
     def with_flags(self, flags: Mapping[str, object]) -> Profile:
         """This profile with some keys replaced, checked.
@@ -99,6 +113,10 @@ def load_profile(name_or_path: str) -> Profile:
             why=str(exc.strerror or exc),
             fix=f"{hint}Profiles: {', '.join(profile_names())}. A checkpoint is given as its folder.",
         ) from exc
+    except UnicodeDecodeError as exc:
+        raise SettingsError(
+            f"launch profile {path} is not valid TOML", why=f"it is not UTF-8: {exc}", fix="Save it as UTF-8."
+        ) from exc
     try:
         return Profile.model_validate(tomllib.loads(text))
     except tomllib.TOMLDecodeError as exc:
@@ -106,8 +124,9 @@ def load_profile(name_or_path: str) -> Profile:
     except ValidationError as exc:
         first = exc.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
+        field = Profile.model_fields.get(str(first["loc"][0]))
         raise SettingsError(
             f"launch profile {path}: {key}",
-            why=str(first["msg"]),
-            fix=f"Known keys: {', '.join(sorted(Profile.model_fields))}.",
+            why=str(first["msg"]).removeprefix("Value error, "),
+            fix=(field and field.description) or f"Known keys: {', '.join(sorted(Profile.model_fields))}.",
         ) from exc

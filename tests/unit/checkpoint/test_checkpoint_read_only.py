@@ -59,6 +59,7 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "from_dlpack": lambda t: torch.from_dlpack(t),
     "as_subclass": lambda t: t.as_subclass(torch.Tensor),
     "set_": lambda t: t.set_(torch.zeros(3, dtype=torch.uint8)),
+    "set_ of a plain tensor": lambda t: torch.empty(0, dtype=torch.uint8).set_(t),
 }
 
 

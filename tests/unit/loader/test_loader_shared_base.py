@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tools.rank_processes import CUT, KEY, WHOLE, drop_from_cache, run_ranks, take, write_base
+from vllm_h3_plugin.checkpoint import file_lock, one_builder
 from vllm_h3_plugin.checkpoint.atomic import temporaries
 from vllm_h3_plugin.checkpoint.read_only import ReadOnlyTensor
 from vllm_h3_plugin.checkpoint.shared_base import SharedBase, require_host_memory
@@ -133,6 +135,41 @@ def test_a_page_that_goes_away_between_two_checks_leaves_a_message(tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", TOUCH, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode < 0
     assert "Bus error" in done.stderr and "shared_base" not in done.stdout and "read_only.py" in done.stderr
+
+
+@pytest.mark.parametrize("why", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_where_no_lock_can_be_made_each_process_builds_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, **kwargs: object) -> None:
+        raise OSError(why, os.strerror(why), str(path))
+
+    monkeypatch.setattr(one_builder, "hold", refuse)
+    with caplog.at_level("WARNING"):
+        outcome = one_builder.build_once(tmp_path / "x.lock", lambda: None, lambda: "built")
+    assert (outcome.built, outcome.here) == ("built", True)
+    assert str(tmp_path / "x.lock") in caplog.text and os.strerror(why) in caplog.text
+
+
+def test_a_builder_that_fails_to_read_is_no_missing_lock(tmp_path: Path) -> None:
+    """Its error is passed on, and nothing is built a second time."""
+    tries = []
+
+    def build() -> None:
+        tries.append(1)
+        raise OSError(errno.EIO, "the disk cannot read it")
+
+    with pytest.raises(OSError, match="the disk cannot read it"):
+        one_builder.build_once(tmp_path / "x.lock", lambda: None, build)
+    assert tries == [1]
+
+
+def test_a_full_disk_leaves_only_the_builders_name_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_lock.os, "pwrite", full)
+    assert one_builder.build_once(tmp_path / "x.lock", lambda: None, lambda: "built").here
 
 
 def test_a_base_that_the_machine_has_not_the_memory_for_is_refused_with_both_numbers() -> None:

@@ -121,7 +121,13 @@ def test_four_cards_become_options_and_say_where_the_host_departs() -> None:
         (2, {"text_encoder": (0, 1)}, "text_encoder is on cards 0, 1 and the DiT on card 0 alone", "the DiT all"),
         (2, {"text_encoder": (0,), "video_vae": (1,)}, "video_vae is on card 1 and the DiT on card 0", "card 0"),
         (3, {"dit": (0, 1), "text_encoder": (2,)}, "the DiT is on 2 of 3 cards", "all 3 cards"),
-        (2, {"dit": (0, 1), "text_encoder": (1,)}, "the text encoder is on cards 1", "cards 0"),
+        (2, {"dit": (0, 1), "text_encoder": (1,)}, "the text encoder is on cards 1", "card 0"),
+        (
+            4,
+            {"dit": (0, 1, 2, 3), "text_encoder": (0, 2)},
+            "the text encoder is on cards 0, 2",
+            "card 0 alone, or on all 4",
+        ),
         (4, {"dit": (0, 1, 2, 3), "text_encoder": (0, 1)}, "the text encoder is on 2 of 4 cards", "all 4 cards"),
     ],
 )

@@ -49,6 +49,28 @@ def test_a_card_that_is_not_there_is_named(kind) -> None:
     assert "names card 7" in caught.value.what and "4 of /dev/" in caught.value.why
 
 
+@pytest.mark.parametrize("word", ["a", "0-3", "0;1", "00", "+1", "1.0", "²", "-1", "all"])
+def test_a_word_that_is_no_card_does_not_count_as_one(kind, word: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        visible_cards(kind, {VARIABLE[kind]: f"1,{word}"}, NODES[kind])
+    assert (
+        VARIABLE[kind] in caught.value.what
+        and repr(word) in caught.value.what
+        and f"{VARIABLE[kind]}=0,1" in caught.value.fix
+    )
+
+
+def test_minus_one_hides_all_cards(kind) -> None:
+    seen = visible_cards(kind, {VARIABLE[kind]: "-1"}, NODES[kind])
+    with pytest.raises(SettingsError, match="1 card is configured in profile mine and 0 are visible"):
+        check_count("mine", 1, seen)
+
+
+def test_only_cuda_knows_cards_by_uuid() -> None:
+    with pytest.raises(SettingsError, match="names 'GPU-aa'"):
+        visible_cards("npu", {VARIABLE["npu"]: "GPU-aa"}, NODES["npu"])
+
+
 def test_cards_are_counted_as_the_runtime_counts_them() -> None:
     """A container that was given one device sees it as card 0, whatever its number on the machine."""
     assert visible_cards("npu", {"ASCEND_RT_VISIBLE_DEVICES": "0"}, ["davinci3"]).count == 1

@@ -47,6 +47,34 @@ def test_wrong_value_names_file_and_key(tmp_path: Path) -> None:
         load_profile(str(path))
 
 
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ("roles = 1", "1 is neither the name of a map nor a table"),
+        ("[roles]\ndit = 0", "dit is 0, and a part has a list of card numbers, such as dit = [0]"),
+        ('[roles]\ndit = ["0"]', "dit is ['0']"),
+        ("[roles]\ndit = [true]", "dit is [True]"),
+        ("[roles]\ndit = [0.5]", "dit is [0.5]"),
+        ('[roles]\ndit = "01"', "dit is '01'"),
+        ("[roles.dit]\ncards = [0]", "dit is {'cards': [0]}"),
+    ],
+)
+def test_roles_that_are_no_lists_of_numbers_are_named(tmp_path: Path, roles: str, said: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(f'description = "x"\n{roles}\n')
+    with pytest.raises(SettingsError) as caught:
+        load_profile(str(path))
+    assert f"{path}: roles" in caught.value.what and said in caught.value.why
+    assert "two-resident" in caught.value.fix and "[roles]" in caught.value.fix
+
+
+def test_a_profile_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b'description = "\xff"\n')
+    with pytest.raises(SettingsError, match=r"mine\.toml is not valid TOML"):
+        load_profile(str(path))
+
+
 def _command(tmp_path: Path, environ: dict[str, str] | None = None, **keys: object) -> list[str]:
     profile = Profile.model_validate({"description": "x", **keys})
     command = server_command(profile, Path("/ckpt/FL2VA"), run_dir=tmp_path, environ=environ or {})
