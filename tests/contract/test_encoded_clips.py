@@ -25,13 +25,14 @@ HEIGHT, WIDTH, FRAMES = 96, 128, 39
 
 def picture(frames: int = FRAMES) -> Any:
     """``[1, 3, T, H, W]`` in [0, 1]: coloured clouds that move."""
-    coarse = torch.rand(1, 3, 3, HEIGHT // 16, WIDTH // 16, generator=torch.Generator().manual_seed(1))
+    shape = (1, 3, 3, HEIGHT // 16, WIDTH // 16)
+    coarse = torch.rand(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     return torch.nn.functional.interpolate(coarse, (frames, HEIGHT, WIDTH), mode="trilinear").clamp(0, 1)
 
 
 def sound() -> Any:
     """``[1, 2, N]``."""
-    ticks = torch.arange(32000 * FRAMES // 24) / 32000
+    ticks = torch.arange(32000 * FRAMES // 24, dtype=torch.float32) / 32000
     return (0.3 * torch.sin(2 * torch.pi * 440 * ticks)).expand(1, 2, -1).clone()
 
 

@@ -40,7 +40,9 @@ def yuv420p(frames: torch.Tensor) -> torch.Tensor:
     convert = _by_rows if frames.device.type == "cpu" else _by_frame
     # One frame at a time takes little memory.
     for number in range(count):
-        frame = frames[:, number].float() if frames.is_floating_point() else frames[:, number] / 255
+        frame = frames[:, number].float()
+        if not frames.is_floating_point():
+            frame /= 255
         chroma = planes[number, height:].view(2, height // 2, width // 2)
         convert(frame, planes[number, :height], chroma)
     return planes
