@@ -19,6 +19,7 @@ from tools.results import load_results, parse_result, set_ratio
 from vllm_h3_plugin.checkpoint.configs import DitConfig
 from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
 from vllm_h3_plugin.errors import ToolMissingError, UsageError
+from vllm_h3_plugin.memory.operations import block_flops
 from vllm_h3_plugin.memory.requests import RequestSize
 
 ASKED = {
@@ -192,7 +193,7 @@ def test_the_floor_multiplies_every_layer_of_every_block(bench: Any, monkeypatch
         kept = bench.floor.operands(list(model.dit.blocks), request.blocks)
         assert torch.equal(request.blocks(), want), "no hook is left"
         backend = model.dit.blocks[0].mlp.fc1.quant_method.backend
-        flops = 2 * bench.floor.block_flops(config, request.tokens, request.used)
+        flops = 2 * block_flops(config, request.tokens, request.used)
         floor = bench.floor.floor(kept, backend, flops)
         seen: list[tuple[int, ...]] = []
         matmul = type(backend).matmul
@@ -212,7 +213,7 @@ def test_the_floor_multiplies_every_layer_of_every_block(bench: Any, monkeypatch
 
 def test_flops_are_those_of_the_formula(bench: Any) -> None:
     """19.268 B parameters of the blocks' linears; 1.4336e6 S² of attention: two products, 50 blocks, 7168 wide."""
-    flops = 50 * bench.floor.block_flops(DitConfig(), 6016, 6016)
+    flops = 50 * block_flops(DitConfig(), 6016, 6016)
     assert flops == pytest.approx(2 * 19.268e9 * 6016 + 1.4336e6 * 6016**2, rel=1e-3)
 
 
@@ -369,7 +370,8 @@ def test_an_ncu_that_may_not_count_is_quoted(bench: Any, tmp_path: Path, monkeyp
 def test_the_plot_has_a_panel_a_size_and_every_line(bench: Any, tmp_path: Path) -> None:
     from PIL import Image
 
-    from vllm_h3_plugin.cli.bench_step_chart import check_target, draw, lines
+    from vllm_h3_plugin.cli.bench_step_chart import draw, lines
+    from vllm_h3_plugin.cli.line_chart import check_target
 
     found = made(bench)
     drawn = lines(found)

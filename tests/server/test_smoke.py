@@ -19,7 +19,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> dict:
         main([*args, "--json"])
     out, err = capsys.readouterr()
     assert caught.value.code == 0, err
-    return dict(json.loads(out))
+    return dict(json.loads(out.splitlines()[-1]))
 
 
 def test_smoke_makes_both_clips_and_a_record_makes_the_same_bytes_again(
@@ -46,3 +46,37 @@ def test_smoke_finds_what_it_has_made(fp8: Running, tmp_path: Path, capsys: pyte
     first = run(capsys, *command, "--steps", STEPS)["clips"][0]
     second = run(capsys, *command, "--steps", STEPS)["clips"][0]
     assert second == {**first, "existing": True, "frames": None}
+
+
+def test_bench_clip_measures_a_matrix_and_makes_nothing_twice(
+    fp8: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot = tmp_path / "growth.png"
+    to = ("bench", "clip", "--url", fp8.url, "--out", str(tmp_path / "cells"), "--frames", "107")
+    first = run(capsys, *to, "--sizes", "64x64", "--steps", "3", "--repeat", "2")
+    clips = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").glob("*.mp4")}
+    assert len(clips) == 2 and len(first["cells"]) == 2
+    more = run(capsys, *to, "--sizes", "64x64,128x96", "--steps", "3", "--repeat", "2", "--plot", str(plot))
+    assert {path: path.stat().st_mtime_ns for path in clips} == clips
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [cell for cell in more["cells"] if cell["width"] == 64] == first["cells"]
+    small, large = more["rows"]
+    assert (small["growth"], small["flops_growth"]) == (1.0, 1.0)
+    assert small["seconds"]["step"] > 0 and small["seconds"]["denoise"] > 0 and small["seconds"]["decode"] > 0
+    tokens = {cell["width"]: cell["ledger"]["tokens"] for cell in more["cells"]}
+    flops = more["cells"][0]["step_flops"]
+    needed = {width: flops["per_token"] * rows + flops["per_pair"] * rows * rows for width, rows in tokens.items()}
+    assert tokens[128] > tokens[64] and large["flops_growth"] == pytest.approx(needed[128] / needed[64])
+
+
+def test_bench_clip_tells_which_clip_failed_and_goes_on(
+    fp8: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "cells")
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "clip", "--url", fp8.url, "--out", out, "--sizes", "64x64", "--steps", "2,900", "--json"])
+    shown = capsys.readouterr().out
+    told = json.loads(shown.splitlines()[-1])
+    assert caught.value.code == 7 and told["ok"] is False
+    made = {cell["steps"]: cell["failed"] for cell in told["cells"]}
+    assert made[2] is None and "num_inference_steps" in made[900]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typer
 
+from vllm_h3_plugin.cli.bench_clip import clip
 from vllm_h3_plugin.cli.bench_gemm import gemm
 from vllm_h3_plugin.cli.bench_load import load
 from vllm_h3_plugin.cli.bench_step import step
@@ -14,7 +15,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine, in this process, through the code that a server runs.
+    """Measure this machine: in this process, through the code that a server runs, or through a server (clip).
 
     \b
     Examples:
@@ -23,8 +24,9 @@ def bench() -> None:
       H3_REFERENCE=1 vllm-h3 bench load        a minute, without a GPU
       vllm-h3 bench load --true-width          real widths, 20 layers: 34 GB, and 16 GB beside it
       vllm-h3 bench load /models/H3/FL2VA      a checkpoint of your own
+      vllm-h3 bench clip --steps 8,50          whole clips through the running server
     """
 
 
-for verb in (load, gemm, step):
+for verb in (load, gemm, step, clip):
     app.command()(verb)

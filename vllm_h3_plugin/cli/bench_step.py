@@ -82,7 +82,7 @@ def step(
     if attention not in ("fp8", "int8"):
         raise UsageError(f"--attention {attention}", why="there are two that are not exact", fix="Use fp8 or int8.")
     if plot is not None:
-        from vllm_h3_plugin.cli.bench_step_chart import check_target
+        from vllm_h3_plugin.cli.line_chart import check_target
 
         check_target(plot)
     host_environment()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from vllm_h3_plugin.errors import SettingsError, UsageError
+from vllm_h3_plugin.errors import UsageError
 
 if TYPE_CHECKING:
-    from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
+    from vllm_h3_plugin.serving.client import VideoRequest
     from vllm_h3_plugin.serving.clip_maker import Made
     from vllm_h3_plugin.serving.clip_order import Order
 
@@ -25,7 +25,6 @@ CLIPS = Path("clips")
 INTERRUPTED = 130
 _FPS = 24
 _SHORTEST_S, _LONGEST_S = 4, 15
-_SIDE = 32
 # Both hosts take a first frame of this size; 0.28 none that is smaller.
 _FRAME_SIDE = 256
 _SEEDS = 2**31
@@ -115,6 +114,7 @@ def smoke(
       10   the server is busy, or the disk is full
       130  interrupted; the job goes on, and the same command picks it up
     """
+    from vllm_h3_plugin.cli.asked_server import find_server, parse_size, prove
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
     from vllm_h3_plugin.cli.making import make_shown
     from vllm_h3_plugin.cli.serve import stop_on_sigterm
@@ -129,17 +129,17 @@ def smoke(
         )
     if prompt is not None and not _is_text(prompt):
         raise UsageError("--prompt", why="it holds bytes that are not UTF-8", fix="Write it in UTF-8.")
-    dimensions = _size(size) if size else None
+    dimensions = parse_size(size, "--size") if size else None
     folder = out or (request.parent if request else CLIPS)
     find_ffmpeg()
-    url, key = _server(url)
+    url, key = find_server(url)
     stop_on_sigterm()
     limits = Limits(total_s=timeout, stall_s=stall, reconnect_s=reconnect, max_bytes=max_mib << 20)
     console = stderr()
     made: list[Made] = []
     try:
         with VideoClient(url, api_key=key, limits=limits) as client, tempfile.TemporaryDirectory() as scratch:
-            info = _prove(client)
+            info = prove(client)
             if request is not None:
                 orders = [_recorded(request)]
             else:
@@ -169,42 +169,6 @@ def smoke(
         emit_json(True, url=url, clips=[_as_dict(clip) for clip in made])
 
 
-def _server(url: str | None) -> tuple[str, str | None]:
-    """Address and key of the server: the caller's, else those of the container that ``.env`` describes."""
-    from vllm_h3_plugin.cli.kit_shared import this_outside
-    from vllm_h3_plugin.kit.answers import find_key, url_of
-    from vllm_h3_plugin.kit.project import SPARK_FILE, Project
-    from vllm_h3_plugin.serving.client import callers_key
-
-    key = callers_key()
-    if url is not None:
-        return url, key
-    outside, here = this_outside(), Project("", Path(SPARK_FILE).absolute())
-    if key is None:
-        key, fault = find_key(outside, here)
-        if fault:
-            raise SettingsError(
-                "VLLM_H3_API_KEY_FILE",
-                why=fault,
-                fix="Name a file that you may read in H3_API_KEY_FILE, or give --url.",
-            )
-    return url_of(outside, here), key
-
-
-def _prove(client: VideoClient) -> dict[str, Any]:
-    """``/v1/h3/info`` of a server in which the plugin is active."""
-    import httpx
-
-    from vllm_h3_plugin.serving.answers import unreachable
-    from vllm_h3_plugin.serving.server import prove_active
-
-    client.info()  # tells a missing key and a missing server apart from a missing plugin
-    try:
-        return prove_active(client.http)
-    except httpx.RequestError as exc:
-        raise unreachable(client.http, exc) from exc
-
-
 def _is_text(words: str) -> bool:
     """Whether it can be written: arguments of other encodings hold half surrogate pairs."""
     try:
@@ -222,17 +186,6 @@ def _alone(**options: object) -> None:
             why="the record says all of it",
             fix="Give --request alone, or the options without it.",
         )
-
-
-def _size(text: str) -> tuple[int, int]:
-    try:
-        width, height = (int(side) for side in text.lower().split("x"))
-    except ValueError as exc:
-        raise UsageError(f"--size {text}", why="it is not WxH", fix="Give pixels, such as 768x448.") from exc
-    if min(width, height) < _SIDE or width % _SIDE or height % _SIDE:
-        nearest = "x".join(str(max(_SIDE, side // _SIDE * _SIDE)) for side in (width, height))
-        raise UsageError(f"--size {text}", why=f"H3 makes sides that are multiples of {_SIDE}", fix=f"Use {nearest}.")
-    return width, height
 
 
 def _defaults(info: dict[str, Any], *, full: bool) -> tuple[int, int, float, int]:

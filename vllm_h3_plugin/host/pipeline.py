@@ -41,12 +41,13 @@ from vllm_h3_plugin.host.schedules import (
     refuse_what_tables_cannot_serve,
     schedule_of,
 )
-from vllm_h3_plugin.host.session import Session, open_session
+from vllm_h3_plugin.host.session import Session, model_configs, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.hot_cache import HotCache
+from vllm_h3_plugin.memory.operations import step_flops
 from vllm_h3_plugin.memory.weights import predict_resident
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
@@ -226,6 +227,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
             "step": self._step.facts(),
+            "step_flops": asdict(step_flops(model_configs(session.inventory)[0])),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),

@@ -16,7 +16,6 @@ import torch
 
 from vllm_h3_plugin.attention.exact import Run, valid_prefix
 from vllm_h3_plugin.attention.prefix_sdpa import prefix_sdpa
-from vllm_h3_plugin.checkpoint.configs import DitConfig
 from vllm_h3_plugin.errors import BackendError
 from vllm_h3_plugin.host.bench.clock import device_ms, in_turns, reason_of
 from vllm_h3_plugin.quantization.activation import QuantizedActivation
@@ -24,12 +23,6 @@ from vllm_h3_plugin.quantization.contract import Packed, QuantBackend
 
 _CLOSE = 1.15
 """Kernels within this factor of the best on a few heads are timed on all of them."""
-
-
-def block_flops(config: DitConfig, rows: int, keys: int) -> int:
-    """Of one block: four linears on ``rows`` tokens, attention of all rows over ``keys``."""
-    hidden, inner, ffn = config.hidden_size, config.inner_size, config.ffn_hidden_size
-    return 2 * rows * (4 * hidden * inner + 3 * hidden * ffn) + 4 * rows * keys * inner
 
 
 @dataclass

@@ -43,6 +43,7 @@ from vllm_h3_plugin.host.bench.step_models import (
     put_masked_sdpa,
 )
 from vllm_h3_plugin.host.bench.step_profile import busy_ms
+from vllm_h3_plugin.memory.operations import block_flops
 from vllm_h3_plugin.memory.requests import RequestSize
 
 _HEATING_ROUNDS = 3
@@ -211,7 +212,7 @@ class Bench:
             later, peak = self._peak(partial(wall_ms, request.forward, self.device))
             for work in (request.blocks, request.outside):
                 wall_ms(work, self.device)
-        flops = cell.layers * bench_floor.block_flops(self.options.config, request.tokens, request.used)
+        flops = cell.layers * block_flops(self.options.config, request.tokens, request.used)
         compile_s = max(0.0, first - later) / 1e3 if model.compiled else None
         cell = replace(cell, flops=flops, activation_bytes=peak, compile_s=compile_s, note=notes)
         return Part(measures, request.forward, around, cell)
@@ -223,7 +224,7 @@ class Bench:
         request = Request(model, size, self.device)
         blocks = list(model.dit.blocks)
         kept = bench_floor.operands(blocks, request.blocks)
-        flops = cell.layers * bench_floor.block_flops(self.options.config, request.tokens, request.used)
+        flops = cell.layers * block_flops(self.options.config, request.tokens, request.used)
         floor = bench_floor.floor(kept, blocks[0].mlp.fc1.quant_method.backend, flops)
         how = "one CUDA graph" if floor.graph else "no graph: this is the CPU"
         cell = replace(cell, flops=floor.flops, note=f"attention {floor.attention}, {how}")
