@@ -18,7 +18,6 @@ from typing import NamedTuple
 import pytest
 
 from tests.server.clients.conftest import KEY, Keyed
-from tests.server.conftest import request
 from tools.environment import ROOT
 
 pytestmark = pytest.mark.programs("bash", "curl")
@@ -91,8 +90,6 @@ class Shell:
         """(exit code, statuses of all answers, output)."""
         script = example.script if example.answers else smaller(example.script)
         script = script.replace("http://127.0.0.1:8000", self.keyed.url)
-        if re.search(r"/ID\b", script):
-            script = re.sub(r"(?<=/)ID\b", self._made(), script)
         speaks_of_it = 401 in example.answers or re.search(r"Authorization|\bH3\b|\bKEY\b|--oauth2-bearer", script)
         environment = {
             **os.environ,
@@ -102,7 +99,6 @@ class Shell:
             "KEY": KEY,
             "H3": f"Authorization: Bearer {KEY}",
             "URL": self.keyed.url,
-            "url": self.keyed.url,
         }
         done = subprocess.run(
             ["bash", "-eo", "pipefail", "-c", script],
@@ -117,12 +113,6 @@ class Shell:
         heads = [path.read_text() for path in sorted(self.asked.iterdir())]
         statuses = [int(re.findall(r"^HTTP/\S+ (\d{3})", head, re.MULTILINE)[-1]) for head in heads]
         return done.returncode, statuses, done.stdout[-2000:].decode(errors="replace")
-
-    def _made(self) -> str:
-        """The id of a job whose clip is there."""
-        answer = self.keyed.http.post("/v1/videos/sync", data=request().form())
-        assert answer.status_code == 200, answer.text
-        return answer.headers["x-request-id"]
 
 
 @pytest.fixture

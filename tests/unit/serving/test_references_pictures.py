@@ -17,6 +17,7 @@ from tests.unit.serving.reference_kit import encoded, loaded, picture, png_heade
 from vllm_h3_plugin.serving.references.limits import ReferenceLimits
 from vllm_h3_plugin.serving.references.load import ReferencePolicy
 from vllm_h3_plugin.serving.references.media import Loaded
+from vllm_h3_plugin.serving.references.sniff import ALLOWED
 
 RED, BLUE, GREEN, WHITE = (255, 0, 0), (0, 0, 255), (0, 255, 0), (255, 255, 255)
 
@@ -210,6 +211,7 @@ def test_more_bytes_than_a_picture_may_have_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_picture_that_h3_takes_is_named_for_what_it_is(data: bytes, said: str, tmp_path: Path) -> None:
     fault = refused(data, tmp_path, "image")
     assert said in fault.why
+    assert fault.allowed == ALLOWED["image"]
 
 
 def test_a_film_in_a_pictures_field_is_named(tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ def load(references: Sequence[Reference], policy: ReferencePolicy) -> tuple[Medi
 def _load(reference: Reference, policy: ReferencePolicy) -> Loaded:
     with _spooled(reference, policy) as (path, nbytes):
         with path.open("rb") as file:
-            found = sniff(file.read(HEAD_BYTES))
+            head = file.read(HEAD_BYTES)
+        try:
+            found = sniff(head)
+        except Unfit as exc:
+            raise Unfit(exc.why, exc.allowed or ALLOWED[reference.kind]) from exc
         if reference.kind is not None and found.kind != reference.kind:
             raise Unfit(f"it is {_article(found)}", ALLOWED[reference.kind])
         most = policy.limits.nbytes[found.kind]
