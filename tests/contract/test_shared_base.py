@@ -206,6 +206,18 @@ def test_stages_come_back_from_the_base_where_it_has_their_bytes(device: torch.d
     assert keep_stages(pipeline, Settings(), None) is None
 
 
+def test_a_part_beside_the_dits_card_takes_no_turn() -> None:
+    """Role map two-resident: what is on the other card makes no room on this one. ``meta`` plays that card."""
+    parts = {"text_encoder": torch.nn.Linear(64, 64, device="meta")}
+    parts |= {name: torch.nn.Linear(64, 64) for name in ("transformer", "video_vae")}
+    entry = parts["text_encoder"].forward
+    cache = keep_stages(SimpleNamespace(**parts), Settings(resident="stage"), None)
+    assert cache is not None and cache.facts().keys() == {"dit", "vae"}
+    assert parts["text_encoder"].forward == entry
+    with cache.use("vae"):
+        assert cache.resident == ("vae",)
+
+
 def test_on_ascend_stages_that_take_turns_stay_in_nd() -> None:
     backend = NpuInt8(ops=SimpleNamespace())
     plain_weights(backend, Settings())

@@ -214,6 +214,28 @@ def test_the_budget_refuses_what_can_never_run(tmp_path: Path, monkeypatch: pyte
     assert misfit is not None and misfit.frames == 124 and "fits" in misfit.fits
 
 
+def test_attention_in_few_bits_refuses_what_it_was_not_measured_on_before_anything_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H3_RUN_DIR", str(tmp_path))
+
+    def verdict(**fields: Any) -> Any:
+        ask, faults = read([("prompt", "a kite"), *fields.items()])
+        return check(ask, server_limits(None), (), faults)
+
+    (tmp_path / "worker-0.json").write_text('{"rank": 0, "most_tokens": null}')
+    assert isinstance(verdict(size="1344x768", seconds=15), Accepted), "exact attention has no largest size"
+    (tmp_path / "worker-0.json").write_text('{"rank": 0, "most_tokens": 38000}')
+    assert isinstance(verdict(size="768x448", seconds=15), Accepted)
+    (fault,) = verdict(size="1344x768", seconds=8)
+    assert (fault.field, fault.code) == ("seconds", "invalid_value") and "38000 at most" in fault.why
+    assert fault.allowed == "1344x768 with up to 107 frames (4.5 s)"
+    nearest = verdict(size="1344x768", seconds=fault.nearest)
+    assert isinstance(nearest, Accepted) and nearest.frames == 107
+    (fault,) = verdict(size="1920x1088", seconds=4)
+    assert (fault.field, fault.nearest) == ("size", None) and fault.allowed.startswith("768x448 with up to 362 frames")
+
+
 def _body(request: Any) -> list[Any]:
     import anyio
 

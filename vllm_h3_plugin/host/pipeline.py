@@ -18,6 +18,7 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
 from vllm_h3_plugin import __version__, settings
+from vllm_h3_plugin.attention.low_bit import MAX_TOKENS
 from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
@@ -226,6 +227,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             "beside": {part: str(where) for part, where in self._beside.items()},
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
+            "most_tokens": MAX_TOKENS.get(session.plan.recipe.attention),
             "step": self._step.facts(),
             "step_flops": asdict(step_flops(model_configs(session.inventory)[0])),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),

@@ -17,7 +17,7 @@ import numpy as np
 from vllm_h3_plugin import settings
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.asked import Asked
-from vllm_h3_plugin.memory.requests import LONGEST_S, api_clip_lengths
+from vllm_h3_plugin.memory.requests import LONGEST_S, PROMPT_TOKENS, api_clip_lengths
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.footprint import GIB
 from vllm_h3_plugin.serving.references.media import Media
@@ -118,8 +118,40 @@ def server_limits(model: str | None, outputs: int = 1) -> Limits:
         max_pixels=values.max_pixels,
         lora_dir=values.lora_dir,
         extra=_EXTRA_028 if _is_028() else EXTRA,
-        misfit=budget(),
+        misfit=_either(measured_size(), budget()),
     )
+
+
+def _either(*rules: Callable[[Accepted], Misfit | None]) -> Callable[[Accepted], Misfit | None]:
+    """What the first rule says that says something."""
+    return lambda accepted: next((misfit for rule in rules if (misfit := rule(accepted)) is not None), None)
+
+
+def measured_size() -> Callable[[Accepted], Misfit | None]:
+    """Says whether a clip has more tokens than the recipe's attention in few bits was measured on, however short its
+    prompt is. What its prompt and references add is known in the worker, which refuses for it too."""
+    allowed = [worker["most_tokens"] for worker in run_state.read_workers() if worker.get("most_tokens")]
+
+    def misfit(accepted: Accepted) -> Misfit | None:
+        if not allowed or (tokens := _tokens(accepted, prompt=1)) <= min(allowed):
+            return None
+        frames, fits = None, ""
+        for size in dict.fromkeys([(accepted.width, accepted.height), (768, 448)]):
+            like = replace(accepted, width=size[0], height=size[1])
+            fitting = [length for length in api_clip_lengths() if _tokens(replace(like, frames=length)) <= min(allowed)]
+            if fitting:
+                frames = fitting[-1] if like == accepted else None
+                fits = f"{like.size} with up to {fitting[-1]} frames ({fitting[-1] / FPS:.1f} s)"
+                break
+        why = f"it has at least {tokens} tokens, and this recipe's attention was measured on {min(allowed)} at most"
+        return Misfit(why, fits, frames, "invalid_value")
+
+    return misfit
+
+
+def _tokens(accepted: Accepted, prompt: int = PROMPT_TOKENS) -> int:
+    """Packed rows of a clip without references."""
+    return replace(accepted.request_size, images=0, audio_seconds=0.0, text_tokens=prompt).tokens
 
 
 def budget() -> Callable[[Accepted], Misfit | None]:

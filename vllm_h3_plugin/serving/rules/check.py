@@ -79,7 +79,7 @@ def check(
 
 
 def _fits(accepted: Accepted, findings: Findings, limits: Limits) -> Accepted | list[Fault]:
-    """The memory budget's word: last, since it takes the clip as it will be made."""
+    """Whether this server can make it at all: last, since that takes the clip as it will be made."""
     misfit = limits.misfit(accepted) if limits.misfit is not None else None
     if misfit is None:
         return accepted
@@ -99,7 +99,7 @@ def _fits(accepted: Accepted, findings: Findings, limits: Limits) -> Accepted | 
         f"{accepted.size} with {accepted.frames} frames: {misfit.why}",
         misfit.fits,
         nearest,
-        "too_large_for_memory",
+        misfit.code,
     )
     return findings.faults
 

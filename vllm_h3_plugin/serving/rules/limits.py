@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_h3_plugin.memory.requests import LONGEST_S, SHORTEST_S
 from vllm_h3_plugin.memory.table import DEFAULT_STEPS
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
+from vllm_h3_plugin.serving.rules.fault import Code
 
 MAX_PIXELS = 1920 * 1088
 """Default of the largest area: 1080p. The host has none for an explicit size; H3 itself was made for 1344x768."""
@@ -29,17 +30,19 @@ EXTRA = frozenset(
 
 @dataclass(frozen=True)
 class Misfit:
-    """A request that this server has not the memory for, even when it is idle.
+    """A clip that this server can never make: it has not the memory even when idle, or a kernel is not for its size.
 
     Attributes:
         why: needed and present, in words.
         fits: what would fit, in words; empty if nothing of the kind does.
         frames: longest clip of this size that fits; None if none does.
+        code: kind of fault, for programs.
     """
 
     why: str
     fits: str = ""
     frames: int | None = None
+    code: Code = "too_large_for_memory"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Limits:
         steps_fixed: the checkpoint is distilled to that number, and makes no other.
         lora_dir: folder in which a request's adapter must lie; None: anywhere on the server.
         extra: names of ``extra_params`` that the host's model takes beside those that have a field.
-        misfit: the memory budget: says why a request can never run here; None if it can.
+        misfit: says why a request can never run here (memory, attention in few bits); None if it can.
     """
 
     tasks: tuple[Task, ...] = ("t2va", "fl2va")
