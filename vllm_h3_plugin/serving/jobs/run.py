@@ -24,6 +24,7 @@ class Run:
     Attributes:
         job: as it was started.
         deleted: nobody wants to hear of it any more.
+        saving: its clip is made and being written.
     """
 
     def __init__(self, job: Job, order: Order, worker: Worker, clips: Clips, clock: Callable[[], float]) -> None:
@@ -33,6 +34,7 @@ class Run:
         """
         self.job = job
         self.deleted = False
+        self.saving = False
         self._order = order
         self._worker = worker
         self._clips = clips
@@ -49,6 +51,8 @@ class Run:
     async def result(self) -> Job:
         """Make the clip and save it; returns the job as it ended, once the worker is free."""
         job = self.job
+        if self._stopped is not None:
+            return job.failed(self._stopped, self._clock())
         task = self._task = asyncio.create_task(self._order.make(job.id))
         try:
             done, _ = await asyncio.wait({task}, timeout=job.deadline_s)
@@ -83,6 +87,7 @@ class Run:
                 ledger=self._ledger(made_at, now),
             )
 
+        self.saving = True
         try:
             return await asyncio.to_thread(self._clips.save, self.job, made.data, finish)
         except OSError as exc:
