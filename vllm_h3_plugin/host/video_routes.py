@@ -148,7 +148,7 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
     async def delete(video_id: str) -> Response:
         try:
             known = await service().delete(video_id)
-        except H3Error as exc:
+        except UsageError as exc:
             return refused(exc, 409)
         if not known:
             return _unknown(video_id)
@@ -260,9 +260,14 @@ def _clip(jobs: JobService, job: Job, request: Request, headers: dict[str, str] 
     path, tag = jobs.kept.clips.path(job.id), f'"{job.sha256}"'
     if not path.is_file():
         return problem(404, "clip_gone", f"The clip of job {job.id} is no longer on the disk.")
-    if headers is None and request.headers.get("if-none-match") == tag:
+    if headers is None and tag in _tags(request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers={"ETag": tag})
     return FileResponse(path, media_type="video/mp4", filename=path.name, headers={"ETag": tag, **(headers or {})})
+
+
+def _tags(header: str) -> set[str]:
+    """Those of an ``If-None-Match``; a proxy may have called one weak (RFC 9110, 13.1.2)."""
+    return {tag.strip().removeprefix("W/") for tag in header.split(",")}
 
 
 async def _stream(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
@@ -272,6 +277,12 @@ async def _stream(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator
             continue
         name = "end" if event["status"] in ("completed", "failed") else "progress"
         yield f"event: {name}\ndata: {json.dumps(event)}\n\n"
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """What a route did not catch: what the server cannot do now, as with records that are locked, is no fault of it."""
+    assert isinstance(error, H3Error)
+    return refused(error)
 
 
 def _unknown(video_id: str) -> JSONResponse:
