@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,29 @@ def test_a_client_that_leaves_stops_its_job_unless_it_has_a_key(jobs: Jobs) -> N
     answer = jobs.post(LONG, "/v1/videos/sync", headers=key)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
     assert answer.headers["x-request-id"] == found[0]["id"]
+
+
+def test_a_server_that_is_told_to_end_answers_whoever_waits_and_then_ends(jobs: Jobs) -> None:
+    def sync(asked: VideoRequest) -> httpx.Response:
+        return httpx.post(f"{url}/v1/videos/sync", data=asked.form(), timeout=60)
+
+    url = jobs.server.command.url
+    running = jobs.running()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(sync, LONG)
+        events = pool.submit(httpx.get, f"{url}/v1/videos/{running['id']}/events", timeout=60)
+        deadline = time.monotonic() + 30
+        while jobs.http.get("/ready").json()["queue"]["length"] == 0:
+            assert time.monotonic() < deadline
+        jobs.stop()
+        os.kill(jobs.server.pid, signal.SIGTERM)
+        answer = waiting.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "interrupted")
+        assert "event: end" in events.result().text
+    assert jobs.server._process is not None
+    assert jobs.server._process.wait(60) == 0
+    jobs.start()
+    assert jobs.job(running["id"])["error"]["code"] == "interrupted"
 
 
 def test_a_kill_loses_no_finished_clip_and_a_job_that_ran_says_so(jobs: Jobs, tmp_path: Path) -> None:

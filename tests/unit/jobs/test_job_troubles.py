@@ -159,6 +159,25 @@ def test_an_end_in_the_middle_of_saving_keeps_the_clip(tmp_path: Path, monkeypat
     asyncio.run(look(asyncio.run(run())))
 
 
+def test_a_server_that_ends_answers_whoever_waits_and_takes_nothing_more(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path) as (service, worker):
+            first = FakeOrder(worker)
+            worker.stop = lambda job_id: True  # type: ignore[method-assign]  # told, and gone before it can answer
+            jobs = [(await service.submit(asked(), order))[0] for order in (first, FakeOrder(worker))]
+            await first.began.wait()
+            waiting = [asyncio.create_task(service.wait(job.id)) for job in jobs]
+            await service.leave()
+            for task in waiting:
+                ended = await asyncio.wait_for(task, SOON)
+                assert ended is not None and ended.failure == INTERRUPTED
+            assert not service.accepting
+            with pytest.raises(BusyError, match="the server is ending"):
+                await service.submit(asked(), FakeOrder(worker))
+
+    asyncio.run(run())
+
+
 def test_a_job_of_another_server_is_waited_for_and_ends_with_that_server(tmp_path: Path) -> None:
     async def run() -> None:
         worker = FakeWorker()

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_h3_plugin.errors import QueueFullError, UsageError
+from vllm_h3_plugin.errors import BusyError, QueueFullError, UsageError
 from vllm_h3_plugin.serving.jobs.estimates import Estimates
 from vllm_h3_plugin.serving.jobs.job import LOST, Failure, Job, Status, new_id, wire
 from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED, Keeper, event
@@ -30,9 +32,11 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 60.0
 _EVENT_S = 0.25
+_LOOK_S = 0.05
 _HEARTBEAT_S = 15.0
 _SAVE_S = 10.0
 """A server that is told to end gives the clip that it writes this long."""
+_BACK_S = 30
 _OTHERS_S = 0.5
 """Between two looks at a job that another server of the same folder makes."""
 
@@ -45,12 +49,13 @@ class Rules:
 
     Attributes:
         max_queue: jobs that may wait.
-        deadline_s: longest that a job may run.
+        deadline_s: longest that a job may run; ``fixed``: whatever its own steps predict.
         retention: what is kept, and for how long.
     """
 
     max_queue: int = 16
     deadline_s: float = 3600.0
+    fixed: bool = False
     retention: Retention = field(default_factory=Retention)
 
 
@@ -82,10 +87,13 @@ class JobService:
         self._running: Run | None = None
         self._ends: dict[str, asyncio.Event] = {}
         self._seen: dict[str, Progress] = {}
+        self._worker_seen: Mapping[str, Any] | None = None
+        self._worker_at = -math.inf
         self._arrived = asyncio.Event()
         self._submitting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._estimates = Estimates()
+        self._leaving = False
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -94,14 +102,28 @@ class JobService:
         await asyncio.to_thread(self.kept.open)
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._keep_tidy())]
 
-    async def stop(self) -> None:
-        """Stop working. Jobs that are not finished are interrupted; a clip that is being saved is saved."""
+    async def leave(self) -> None:
+        """Take nothing more and interrupt what is not finished, so that whoever waits is answered.
+
+        A server ends only once all its connections have. Nobody waits for the worker, which is about to go.
+        """
+        self._leaving = True
         running = self._running
         if running is not None:
-            running.stop(INTERRUPTED)
-            if running.saving:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ends[running.job.id].wait(), _SAVE_S)
+            running.abandon(INTERRUPTED)
+        while (first := self._line.take()) is not None:
+            job, order = first[1]
+            order.close()
+            await self._end(job.failed(INTERRUPTED, self._clock()))
+        self._observer.line(0)
+
+    async def stop(self) -> None:
+        """Stop working. Jobs that are not finished are interrupted; a clip that is being saved is saved."""
+        await self.leave()
+        running = self._running
+        if running is not None and running.saving:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends[running.job.id].wait(), _SAVE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -109,6 +131,9 @@ class JobService:
             for job in await asyncio.to_thread(self.kept.store.unfinished):
                 if job.owner == self.kept.owner and not job.status.ended:
                     await self._end(job.failed(INTERRUPTED, self._clock()))
+        except BusyError as exc:
+            # The next server finds them as after a kill.
+            log.error("event=not_interrupted reason=%r", str(exc))
         finally:
             await asyncio.to_thread(self.kept.close)
 
@@ -124,7 +149,7 @@ class JobService:
         Raises:
             QueueFullError: too many wait.
             UsageError: its key was used for another request.
-            BusyError: the disk is full.
+            BusyError: the disk is full, or the server is ending.
         """
         async with self._submitting:
             try:
@@ -132,6 +157,8 @@ class JobService:
                 if earlier is not None:
                     order.close()
                     return earlier, False
+                if self._leaving:
+                    raise BusyError("the server is ending", fix="Ask again when it is back.", retry_after_s=_BACK_S)
                 self._line.require_room(busy=self._running is not None, next_s=self._next_place_s())
                 job = Job(
                     new_id(),
@@ -177,6 +204,9 @@ class JobService:
         running = self._running
         if running is not None and running.job.id == job_id:
             return None if running.deleted else running.job
+        waiting = self._line.find(job_id)
+        if waiting is not None:
+            return waiting[0]
         return await asyncio.to_thread(self.kept.store.get, job_id)
 
     async def wait(self, job_id: str) -> Job | None:
@@ -238,7 +268,7 @@ class JobService:
         """How far a job is."""
         seen = look(
             job,
-            self._worker.progress() if job.status is Status.IN_PROGRESS else None,
+            self._worker_now() if job.status is Status.IN_PROGRESS else None,
             self._clock(),
             before=self._seen.get(job.id),
             position=self._line.position(job.id),
@@ -247,6 +277,13 @@ class JobService:
         if job.status is Status.IN_PROGRESS:
             self._seen[job.id] = seen
         return seen
+
+    def _worker_now(self) -> Mapping[str, Any] | None:
+        """What the worker last wrote, read once for all who ask at the same moment."""
+        now = time.monotonic()
+        if now - self._worker_at > _LOOK_S:
+            self._worker_seen, self._worker_at = self._worker.progress(), now
+        return self._worker_seen
 
     async def events(self, job_id: str) -> AsyncIterator[dict[str, Any] | None]:
         """The job as clients see it, each time that it moves, until its end; None after 15 s without a move."""
@@ -282,7 +319,7 @@ class JobService:
         """Whether a new request would be taken."""
         with contextlib.suppress(QueueFullError):
             self._line.require_room(busy=self._running is not None, next_s=None)
-            return bool(self._tasks)
+            return bool(self._tasks) and not self._leaving
         return False
 
     # --- the runner ---------------------------------------------------------------------------------------------
@@ -307,7 +344,8 @@ class JobService:
 
     async def _run(self, job: Job, order: Order) -> None:
         job = job.moved(Status.IN_PROGRESS, self._clock())
-        self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock)
+        look = None if self.rules.fixed else partial(self.progress, job)
+        self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock, look)
         try:
             await asyncio.to_thread(self.kept.store.put, job)
             self._observer.started(job)
