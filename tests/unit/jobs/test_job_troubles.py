@@ -164,13 +164,15 @@ def test_a_server_that_ends_answers_whoever_waits_and_takes_nothing_more(tmp_pat
         async with serving(tmp_path) as (service, worker):
             first = FakeOrder(worker)
             worker.stop = lambda job_id: True  # type: ignore[method-assign]  # told, and gone before it can answer
-            jobs = [(await service.submit(asked(), order))[0] for order in (first, FakeOrder(worker))]
+            orders = [FakeOrder(worker) for _ in range(4)]
+            jobs = [(await service.submit(asked(), order))[0] for order in (first, *orders)]
             await first.began.wait()
             waiting = [asyncio.create_task(service.wait(job.id)) for job in jobs]
             await service.leave()
             for task in waiting:
                 ended = await asyncio.wait_for(task, SOON)
                 assert ended is not None and ended.failure == INTERRUPTED
+            assert not any(order.began.is_set() for order in orders)
             assert not service.accepting
             with pytest.raises(BusyError, match="the server is ending"):
                 await service.submit(asked(), FakeOrder(worker))

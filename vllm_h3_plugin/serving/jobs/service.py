@@ -111,11 +111,12 @@ class JobService:
         running = self._running
         if running is not None:
             running.abandon(INTERRUPTED)
-        while (first := self._line.take()) is not None:
-            job, order = first[1]
+        # All at once: what is left in the line while one is recorded would be started.
+        waiting = [first[1] for first in iter(self._line.take, None)]
+        self._observer.line(0)
+        for job, order in waiting:
             order.close()
             await self._end(job.failed(INTERRUPTED, self._clock()))
-        self._observer.line(0)
 
     async def stop(self) -> None:
         """Stop working. Jobs that are not finished are interrupted; a clip that is being saved is saved."""
@@ -343,6 +344,8 @@ class JobService:
                 self._observer.line(len(self._line))
 
     async def _run(self, job: Job, order: Order) -> None:
+        if self._leaving:
+            return await self._end(job.failed(INTERRUPTED, self._clock()))
         job = job.moved(Status.IN_PROGRESS, self._clock())
         look = None if self.rules.fixed else partial(self.progress, job)
         self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock, look)
