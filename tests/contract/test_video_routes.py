@@ -334,6 +334,8 @@ def test_without_the_key_every_path_that_makes_lists_or_returns_clips_is_401(tmp
                 for headers in ({}, {"Authorization": "Bearer wrong"}):
                     answer = await client.request(method, path, headers=headers)
                     assert answer.status_code == 401, (method, path)
+            # The host's own lies outside of what a key guards, and leads to its chat.
+            assert (await client.post("/invocations", json={"messages": []})).status_code == 404
             assert handler.made == []
             allowed = await client.get("/v1/videos", headers={"Authorization": f"Bearer {KEY}"})
             assert allowed.status_code == 200

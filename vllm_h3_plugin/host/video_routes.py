@@ -154,6 +154,12 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
             return _unknown(video_id)
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
 
+    @router.post("/invocations", include_in_schema=False)
+    async def invocations() -> Response:
+        """In the place of the host's, which hands on to its chat, that makes clips, and lies outside of ``/v1``: no key
+        guards it (vllm/entrypoints/serve/sagemaker/api_router.py)."""
+        return problem(404, "not_found", "This server makes clips at /v1/videos.")
+
     return router
 
 

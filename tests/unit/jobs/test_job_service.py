@@ -111,7 +111,7 @@ def test_a_job_that_takes_too_long_is_stopped_and_says_which_setting_decides(tmp
             job, _ = await service.submit(asked(), FakeOrder(worker))
             ended = await service.wait(job.id)
             assert ended is not None and ended.failure is not None
-            assert ended.failure.code == "deadline_exceeded"
+            assert (ended.failure.code, ended.failure.http_status) == ("deadline_exceeded", 504)
             assert "H3_JOB_TIMEOUT_S" in ended.failure.message
 
     asyncio.run(run())

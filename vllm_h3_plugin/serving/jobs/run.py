@@ -164,5 +164,5 @@ def _too_long(deadline_s: float) -> Failure:
         "deadline_exceeded",
         f"The job ran for longer than {deadline_s:.0f} s and was stopped. Ask for a shorter or smaller clip or "
         "fewer steps, or raise H3_JOB_TIMEOUT_S.",
-        500,
+        504,
     )
