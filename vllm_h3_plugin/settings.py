@@ -157,8 +157,8 @@ class Settings(BaseModel):
     encoder: Literal["auto", "software", "nvenc", "host"] = Field(
         default="auto",
         description="What makes H.264 of the frames. `auto`: NVENC where the card and its driver really encode with "
-        "it, else x264 on the CPU. `nvenc`: refuse to start without it. `host`: the host's own encoder, after all "
-        "frames are decoded; byte for byte its clips.",
+        "it, else x264 on the CPU. `software`: x264 without asking the card. `nvenc`: refuse to start without it. "
+        "`host`: the host's own encoder, after all frames are decoded; byte for byte its clips.",
     )
     encode_preset: Literal["ultrafast", "superfast", "veryfast", "faster", "fast", "medium"] = Field(
         default="ultrafast",
@@ -173,7 +173,7 @@ class Settings(BaseModel):
         default=None,
         gt=0,
         description="Longest that one clip may take, in seconds from its start; it is stopped then. Unset: the "
-        "profile's `request_timeout_s`.",
+        "profile's `request_timeout_s`, or twice what the clip's own steps predict where that is longer.",
     )
     clip_ttl_s: int | None = Field(
         default=None,

@@ -186,6 +186,16 @@ def test_a_request_that_is_stopped_is_stopped_while_it_is_encoded() -> None:
         encoded(pipeline(cancelled=True))
 
 
+def test_an_encoder_that_may_not_be_nice_encodes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sandboxes forbid it. A thread that ended there would leave the pipeline waiting without end."""
+
+    def forbidden(*arguments: int) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr("os.setpriority", forbidden)
+    assert shown(encoded(pipeline())).shape[0] == FRAMES
+
+
 def test_a_rank_that_returns_nothing_encodes_nothing() -> None:
     made = pipeline()
     made._encoder = None

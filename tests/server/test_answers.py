@@ -114,6 +114,19 @@ def test_a_shift_that_the_host_rounds_above_pure_noise_makes_a_clip(http: httpx.
     assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4"), answer.text
 
 
+def test_health_is_answered_while_a_clip_is_encoded(http: httpx.Client) -> None:
+    """The stock host answers nothing from the first frame that it encodes to the last."""
+    form = {**request(steps=2).form(), "size": "1024x576", "num_frames": "124"}
+    job = http.post("/v1/videos", data=form).json()
+    answers, phase = 0, job["phase"]
+    while job["status"] not in ("completed", "failed"):
+        assert http.get("/health").status_code == 200
+        job = http.get(f"/v1/videos/{job['id']}").json()
+        encoding = {phase, job["phase"]} <= {"decoding and encoding", "encoding video"}
+        answers, phase = answers + encoding, job["phase"]
+    assert job["status"] == "completed" and answers >= 3
+
+
 def _ended(http: httpx.Client, job_id: str) -> dict[str, Any]:
     with http.stream("GET", f"/v1/videos/{job_id}/events") as answer:
         assert answer.read()

@@ -34,9 +34,11 @@ from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.errors import BusyError, H3Error
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.asked import Asked, Model, read, table_room
+from vllm_h3_plugin.host.video_body import BadBody, bounded
 from vllm_h3_plugin.memory.guard import Refuse, Thresholds, decide
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, mem_available
 from vllm_h3_plugin.memory.weights import shapes_of
+from vllm_h3_plugin.serving.rules.fault import HTTP_STATUS, error_body
 
 logger = init_logger(__name__)
 
@@ -75,8 +77,15 @@ class Admission:
         guards = [guard for guard in read_guards() if guard["active"]]
         if not guards:
             return await self.app(scope, receive, send)
-        with Body(receive) as body:
-            asked = await read_request(Request(scope, body.receive))
+        try:
+            within = bounded(Request(scope, receive))
+        except BadBody as exc:
+            return await refused(exc)(scope, receive, send)
+        with Body(within) as body:
+            try:
+                asked = await read_request(Request(scope, body.receive))
+            except BadBody as exc:
+                return await refused(exc)(scope, receive, send)
             error = await run_in_threadpool(refusal, asked, guards) if asked is not None else None
             if error is None:
                 return await self.app(scope, body.replay(), send)
@@ -191,6 +200,11 @@ def model_of(
         logger.error("requests are not held against the memory any more: %s", exc)
         return None
     return Model(shapes, quantized, streaming, unified, table_room(shapes, settings.load()) if tables else None)
+
+
+def refused(error: BadBody) -> JSONResponse:
+    """The answer to a body that is too large: it is read here first, and must fill neither memory nor disk."""
+    return JSONResponse(error_body([error.fault]), HTTP_STATUS)
 
 
 def answer(error: BusyError) -> JSONResponse:

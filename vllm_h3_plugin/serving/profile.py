@@ -51,7 +51,7 @@ class Profile(BaseModel):
     request_timeout_s: int = Field(
         default=3600,
         ge=1,
-        description="Longest that a request may take, in seconds; the host's deadlines are set to it.",
+        description="Seconds that a request may take at least; twice what its own steps predict, if that is longer.",
     )
 
     @field_validator("roles", mode="before")
