@@ -6,8 +6,8 @@ in torch 2.13). A private mapping would take the write and silently keep a copy 
 operator passes ``__torch_dispatch__``, which reads from its schema whether it writes one of these tensors, and raises
 before it runs. Views of such a tensor are such tensors. Ways round the operators are closed one by one: storage,
 DLPack, NumPy. What is left is what no operator sees, and a write through it is SIGSEGV: ``data_ptr()``, a capsule of
-``torch.utils.dlpack.to_dlpack``, and a plain tensor that was given one of these by ``plain.data = mapped`` (torch copies
-what the tensor looks at and not what it is). Make a parameter of it instead: ``torch.nn.Parameter(mapped)``.
+``torch.utils.dlpack.to_dlpack``, and a plain tensor that was given one of these by ``plain.data = mapped`` (torch
+copies what the tensor looks at and not what it is). Make a parameter of it instead: ``torch.nn.Parameter(mapped)``.
 """
 
 from __future__ import annotations
