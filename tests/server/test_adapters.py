@@ -1,45 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turbo, FlashGen, PEFT and FastH3 through the real server: they take effect, leave nothing behind, and what does not
-fit is refused before it is queued."""
+"""Turbo through the real server: it takes effect, leaves nothing behind, and what does not fit is 400 at once."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.server.adapter_kit import TURBO, Adapters, faults, lora, made
 from tests.server.conftest import READY_S, Running, Servers, request
-from vllm_h3_plugin.checkpoint.adapter_layout import FASTH3_STEPS, turbo_file
-from vllm_h3_plugin.checkpoint.inventory import take_inventory
-from vllm_h3_plugin.checkpoint.synthetic.adapters import BREAKS, AdapterSpec, write_adapter
+from vllm_h3_plugin.checkpoint.adapter_layout import turbo_file
+from vllm_h3_plugin.checkpoint.synthetic.adapters import BREAKS
 from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
-
-FORM = {"prompt": "a red kite over a harbour", "size": "64x64", "num_frames": "96", "seed": "1"}
-TURBO = {"num_inference_steps": "8", "flow_shift": "6"}
-Adapters = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Adapters:
-    """An adapter for the tiny checkpoint, one for each set of options."""
-    dit = take_inventory(fl2va).partitions[0].dit
-    assert dit is not None
-    made: dict[tuple, Path] = {}
-
-    def make(kind: str, **options: object) -> Path:
-        key = (kind, *sorted(options.items()))
-        if key not in made:
-            spec = AdapterSpec(kind, dit, **options)  # type: ignore[arg-type]
-            made[key] = write_adapter(tmp_path_factory.mktemp(kind), spec)
-        return made[key]
-
-    return make
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +26,6 @@ def turbo(servers: Servers, fl2va: Path, adapters: Adapters) -> Running:
 @pytest.fixture(scope="module")
 def http(turbo: Running) -> httpx.Client:
     return httpx.Client(base_url=turbo.url, timeout=120)
-
-
-def lora(path: Path, scale: float | None = None) -> str:
-    return json.dumps({"name": path.stem, "path": str(path), **({} if scale is None else {"scale": scale})})
-
-
-def made(http: httpx.Client, **fields: str) -> tuple[dict[str, Any], bytes]:
-    """(the job when it is done, its clip)."""
-    answer = http.post("/v1/videos", data={**FORM, **fields})
-    assert answer.status_code == 200, answer.text
-    with http.stream("GET", f"/v1/videos/{answer.json()['id']}/events") as events:
-        assert events.read()
-    job = http.get(f"/v1/videos/{answer.json()['id']}").json()
-    assert job["status"] == "completed", job
-    return job, http.get(f"/v1/videos/{job['id']}/content").content
-
-
-def faults(http: httpx.Client, **fields: str) -> dict[str, Any]:
-    jobs = len(http.get("/v1/videos").json()["data"])
-    answer = http.post("/v1/videos", data={**FORM, **fields})
-    assert answer.status_code == 400, answer.text
-    assert len(http.get("/v1/videos").json()["data"]) == jobs, "it was queued"
-    return {fault["field"]: fault for fault in answer.json()["faults"]}
 
 
 def test_the_adapter_of_the_start_is_on_a_request_that_says_nothing(http: httpx.Client, tmp_path: Path) -> None:
@@ -185,80 +137,6 @@ def test_a_start_with_an_adapter_that_does_not_fit_ends_with_its_name(
     assert bad.name in str(caught.value) and "another width" in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def students(servers: Servers, fl2va: Path, adapters: Adapters) -> dict[str, Running]:
-    """FastH3 fused into three recipes."""
-    path = adapters("fasth3")
-    launched = {recipe: servers.launch(servers.profile(fl2va, recipe=recipe, lora=path)) for recipe in ("bf16", "fp8")}
-    launched["bf16-table"] = servers.launch(servers.profile(fl2va, recipe="bf16-table", lora=path))
-    return {recipe: servers.ready(server) for recipe, server in launched.items()}
-
-
-def student(running: Running, **fields: str) -> tuple[dict[str, Any], bytes]:
-    with httpx.Client(base_url=running.url, timeout=120) as http:
-        return made(http, **fields)
-
-
-def test_fasth3_is_in_the_weights_and_makes_its_four_steps(students: dict[str, Running], fp8: Running) -> None:
-    job, clip = student(students["fp8"])
-    assert (job["num_inference_steps"], len(job["ledger"]["steps_s"])) == (FASTH3_STEPS, FASTH3_STEPS)
-    assert job["adapter"] == "adapter_model.safetensors"
-    assert clip != student(fp8, num_inference_steps="4")[1]
-
-
-def test_the_table_is_made_after_the_fusion(students: dict[str, Running]) -> None:
-    """Resident AdaLN is fused and projected by the host's own classes; a table of the base's would differ."""
-    assert student(students["bf16-table"])[1] == student(students["bf16"])[1]
-    assert students["bf16-table"].info["workers"][0]["adaln"] == "table"
-
-
-def test_nothing_goes_on_top_of_fasth3(students: dict[str, Running], adapters: Adapters) -> None:
-    with httpx.Client(base_url=students["fp8"].url, timeout=120) as http:
-        told = faults(http, lora=lora(adapters("turbo")), num_inference_steps="8")
-        assert "fused" in told["lora.path"]["why"]
-        assert faults(http, task="fl2va", num_inference_steps="8").keys() >= {"num_inference_steps"}
-
-
-def test_the_next_start_reads_the_students_snapshot_and_no_other(
-    own_servers: Servers, students: dict[str, Running], fl2va: Path, adapters: Adapters
-) -> None:
-    first = students["fp8"]
-    cache = first.cache
-    again = own_servers.start(fl2va, cache=cache, recipe="fp8", lora=adapters("fasth3"))
-    assert again.info["workers"][0]["load"]["origin"] == "snapshot"
-    assert student(again)[1] == student(first)[1]
-    again.server.stop(3)
-    base = own_servers.start(fl2va, cache=cache, recipe="fp8")
-    assert base.info["workers"][0]["load"]["origin"] == "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def int8(servers: Servers, fl2va: Path) -> Running:
-    return servers.start(fl2va, recipe="int8-text")
-
-
-def test_turbo_takes_effect_beside_int8_and_goes_without_a_trace(int8: Running, adapters: Adapters) -> None:
-    with httpx.Client(base_url=int8.url, timeout=120) as http:
-        before = made(http, **TURBO)[1]
-        job, clip = made(http, lora=lora(adapters("turbo")))
-        assert clip != before and len(job["ledger"]["steps_s"]) == 8
-        assert made(http, lora=lora(adapters("turbo"), 0.0), **TURBO)[1] == before
-        assert made(http, **TURBO)[1] == before
-
-
 def test_first_and_last_frames_go_with_turbo(turbo: Running, tmp_path: Path, pictures: tuple[Path, Path]) -> None:
     clip = turbo.make(request(*pictures, steps=8), tmp_path / "fl2va.mp4")
     verify(clip, Expectation(width=256, height=256, frames=96)).raise_if_failed()
-
-
-@pytest.fixture(scope="module")
-def resident(servers: Servers, fl2va: Path) -> Running:
-    return servers.start(fl2va, recipe="bf16")
-
-
-def test_flashgen_is_served_where_adaln_is_resident(resident: Running, adapters: Adapters) -> None:
-    with httpx.Client(base_url=resident.url, timeout=120) as http:
-        before = made(http, num_inference_steps="4")[1]
-        job, clip = made(http, lora=lora(adapters("flashgen")))
-        assert (job["num_inference_steps"], len(job["ledger"]["steps_s"])) == (4, 4)
-        assert clip != before == made(http, num_inference_steps="4")[1]

@@ -86,7 +86,10 @@ def test_mixed_requests_are_delivered_refused_or_stopped_and_none_is_stuck(
 def test_a_cancelled_job_leaves_the_worker_idle_within_a_step_and_a_second(
     running: Running, record_property: Record, times: int, most_s: float
 ) -> None:
-    """Five seconds where other tests run beside it, which take the cores that looking needs too. At moments drawn by a seed: encoding text, building a table, denoising. Measured until the worker says idle."""
+    """At moments drawn by a seed: encoding text, building a table, denoising. Measured until the worker says idle.
+
+    Five seconds where other tests run beside it, which take the cores that looking needs too.
+    """
     rng, waits, steps = random.Random(7), [], []
     with httpx.Client(base_url=running.url, timeout=60) as http:
         for place in range(times):
