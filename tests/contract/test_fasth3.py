@@ -53,7 +53,7 @@ def student(fused: FusedAdapter, weights: Weights) -> Weights:
 
 def test_every_tensor_is_the_base_plus_what_the_file_says(path: Path, weights: Weights, student: Weights) -> None:
     base, made = diffusers_weights(CONFIG, weights), diffusers_weights(CONFIG, student)
-    wanted = {name: tensor.float() for name, tensor in base.items()}
+    wanted = {name: tensor.float().clone() for name, tensor in base.items()}
     factors: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in load_file(path).items():
         split = fasth3_role(name)
@@ -71,7 +71,7 @@ def test_every_tensor_is_the_base_plus_what_the_file_says(path: Path, weights: W
         assert torch.allclose(tensor.float(), wanted[name], rtol=2**-7, atol=1e-5), name
         changed += not torch.equal(tensor, base[name])
     assert changed == len({name for name in wanted if not torch.equal(wanted[name], base[name].float())})
-    assert changed > 0.7 * len(made)
+    assert changed == 45 and len(made) == 52, "the rest are norms that the file leaves alone"
 
 
 def test_a_table_made_after_the_fusion_is_resident_adaln_to_the_bit(
@@ -83,6 +83,7 @@ def test_a_table_made_after_the_fusion_is_resident_adaln_to_the_bit(
     finish_loading(dit)
     assert same(denoise_with(dit, tables_of(dit, CONFIG, student, device), "t2va", STEPS), resident)
     # Made before it, from the base's AdaLN and embedder, it is another model's.
+    dit.time_embedder.table = None
     assert not same(denoise_with(dit, tables_of(dit, CONFIG, weights, device), "t2va", STEPS), resident)
 
 

@@ -56,10 +56,10 @@ def flashgen(header: ShardFile, config: DitConfig) -> tuple[int, int]:
         AdapterError: it does not fit.
     """
     pairs = _pairs(header, DEFAULT_A, DEFAULT_B)
-    bare = {name.removeprefix("transformer."): pair for name, pair in pairs.items() if name.startswith("transformer.")}
-    if len(bare) != len(pairs):
-        odd = next(name for name in pairs if not name.startswith("transformer."))
-        raise _error(header, odd, "a FlashGen file's names begin with `transformer.`", _AGAIN)
+    bare = {name.removeprefix("transformer."): pair for name, pair in pairs.items()}
+    for name in pairs:
+        if not name.startswith("transformer.") and name in flashgen_layers(config):
+            raise _error(header, f"{name}{DEFAULT_A}", "a FlashGen file's names begin with `transformer.`", _AGAIN)
     return _all_of(header, bare, flashgen_layers(config), FLASHGEN_RANK)
 
 

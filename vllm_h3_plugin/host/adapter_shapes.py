@@ -36,7 +36,7 @@ def turbo_constants(config: DitConfig, adapter: Adapter | None = None) -> dict[s
         "_TURBO_TARGET_DIMS": {end: (layers[name].wide, layers[name].high) for end, name in suffixes.items()},
         "_TURBO_EXPECTED_RAW_TARGETS": frozenset(layers),
     }
-    if adapter is not None and hasattr(host_turbo, "_TURBO_FILENAME"):
+    if adapter is not None and adapter.kind == "turbo" and hasattr(host_turbo, "_TURBO_FILENAME"):
         constants |= {"_TURBO_FILENAME": adapter.file.name, "_TURBO_ALPHA": adapter.alpha}
     return constants
 

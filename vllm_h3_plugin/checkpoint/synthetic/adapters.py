@@ -192,10 +192,9 @@ def _wider(dit: DitConfig) -> dict[str, Any]:
 
 
 def _break(tensors: list[_Tensor], spec: AdapterSpec) -> Sequence[_Tensor]:
-    last = len(tensors) - 1
+    last = max(i for i, tensor in enumerate(tensors) if ".lora_B" in tensor.spec.name)
     if spec.broken == "missing-pair":
-        at = next(i for i in range(last, -1, -1) if ".lora_B" in tensors[i].spec.name)
-        return [tensor for i, tensor in enumerate(tensors) if i != at]
+        return tensors[:last] + tensors[last + 1 :]
     if spec.broken == "missing-layer":
         gone = next(tensor.spec.name for tensor in tensors if "blocks.0." in tensor.spec.name).partition("blocks.0.")
         return [tensor for tensor in tensors if not tensor.spec.name.startswith(f"{gone[0]}{gone[1]}")]
@@ -204,16 +203,11 @@ def _break(tensors: list[_Tensor], spec: AdapterSpec) -> Sequence[_Tensor]:
         "wrong-dtype": lambda t: replace(t, spec=replace(t.spec, dtype="F8_E4M3")),
         "nan": lambda t: replace(t, first=b"\xc0\x7f"),
         "inf": lambda t: replace(t, first=b"\x80\x7f"),
-        "wrong-rank": lambda t: replace(t, spec=replace(t.spec, shape=_other_rank(t.spec))),
+        "wrong-rank": lambda t: replace(t, spec=replace(t.spec, shape=(t.spec.shape[0], t.spec.shape[1] + 8))),
     }
     if spec.broken in change:
         tensors[last] = change[spec.broken](tensors[last])
     return tensors
-
-
-def _other_rank(spec: TensorSpec) -> tuple[int, ...]:
-    a = ".lora_A" in spec.name
-    return (spec.shape[0] + 8, spec.shape[1]) if a else (spec.shape[0], *(size + 8 for size in spec.shape[1:]))
 
 
 def _data(tensor: _Tensor, seed: int) -> Iterator[bytes]:
