@@ -132,7 +132,9 @@ def test_a_broken_adapter_is_refused_and_the_next_clip_has_the_same_bits(
     assert same(server.denoise("t2va"), with_turbo)
 
 
-def test_without_the_check_the_host_would_take_a_nan_and_fail_in_the_middle_of_a_clip(weights: Weights, device: torch.device, tmp_path: Path) -> None:
+def test_without_the_check_the_host_would_take_a_nan_and_fail_in_the_middle_of_a_clip(
+    weights: Weights, device: torch.device, tmp_path: Path
+) -> None:
     server = serve("fp8", CONFIG, weights, device, tasks=("t2va",))
     bad = write_adapter(tmp_path, AdapterSpec("turbo", CONFIG, broken="nan"))
     found = check_adapter(write_adapter(tmp_path / "good", AdapterSpec("turbo", CONFIG)), CONFIG)

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.contract import test_load_faults as load_faults
 from tests.contract.adapter_inputs import denoise_with, same, tables_of
 from tests.contract.dit_inputs import Weights, diffusers_weights, host_dit, precision_plan, random_weights
 from vllm_h3_plugin.checkpoint.adapter import check_adapter
 from vllm_h3_plugin.checkpoint.adapter_layout import fasth3_role
-from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
+from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, tiny_dit, write_checkpoint
 from vllm_h3_plugin.checkpoint.synthetic.adapters import AdapterSpec, write_adapter
 from vllm_h3_plugin.errors import LoadError
 from vllm_h3_plugin.host import loading
@@ -110,3 +112,48 @@ def test_a_stream_may_leave_out_what_a_table_holds_and_nothing_else(fused: Fused
     fused.close()
     again = dict(fused.stream(short, lambda name: ADALN in name))
     assert not torch.equal(again["blocks.0.mlp.fc2.weight"], weights["blocks.0.mlp.fc2.weight"])
+
+
+def test_the_loader_fills_every_part_of_a_model_with_the_student(
+    path: Path, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through ``WeightLoading``, as a server loads: resident parameters, and the table that is made on the way."""
+    checkpoint = write_checkpoint(tmp_path / "h3", SynthSpec(dit=CONFIG)).partitions[0]
+    subject, states = load_faults.Subject(checkpoint, tmp_path / "cache", device), {}
+    states["base"] = subject.load("bf16")[1]
+    make_session, adapter = load_faults.make_session, check_adapter(path, CONFIG)
+    monkeypatch.setattr(load_faults, "make_session", lambda *args: replace(make_session(*args), fused=adapter))
+    for recipe in ("bf16", "bf16-table", "fp8"):
+        states[recipe] = subject.load(recipe)[1]
+    wanted = dict(FusedAdapter(adapter, CONFIG).stream(grouped(strip(states["base"])).items()))
+    for name, tensor in grouped(strip(states["bf16"])).items():
+        assert torch.equal(tensor, wanted[name]), name
+    for name, tensor in strip(states["bf16-table"]).items():
+        assert torch.equal(tensor, strip(states["bf16"])[name]), name
+    dit = build_dit(CONFIG, None, device, tables=True)
+    tables = tables_of(dit, CONFIG, strip(states["bf16"]), device)
+    tables.activate(load_faults.DEFAULT)
+    assert tables.active is not None
+    for recipe in ("bf16-table", "fp8"):
+        assert torch.equal(tables.active.values, states[recipe]["table of transformer"])
+    again, state = subject.load("fp8")
+    assert again.origin == "snapshot"
+    assert all(torch.equal(_bytes(state[name]), _bytes(states["fp8"][name])) for name in state)
+
+
+def strip(state: Weights) -> Weights:
+    """The DiT's tensors by native name."""
+    return {name.removeprefix("transformer."): t for name, t in state.items() if name.startswith("transformer.")}
+
+
+def grouped(resident: Weights) -> Weights:
+    """A loaded DiT's tensors with qkv rows by head again, as a checkpoint has them."""
+    shape = (3, CONFIG.num_attention_heads, CONFIG.attention_head_dim)
+    return {
+        name: tensor.unflatten(0, shape).transpose(0, 1).flatten(0, 2) if "qkv_proj" in name else tensor
+        for name, tensor in resident.items()
+    }
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor

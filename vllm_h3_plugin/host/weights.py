@@ -213,7 +213,7 @@ class WeightLoading:
         if part.name != "text_encoder":
             assert part.partition.dit is not None  # the inventory is clean
             tensors = loading.dit_stream(
-                source,
+                tensors,
                 config=part.partition.dit,
                 diffusers=part.diffusers,
                 adaln=builder.add if builder is not None else None,
