@@ -138,7 +138,7 @@ def test_without_the_check_the_host_would_take_a_nan_and_fail_in_the_middle_of_a
     server = serve("fp8", CONFIG, weights, device, tasks=("t2va",))
     bad = write_adapter(tmp_path, AdapterSpec("turbo", CONFIG, broken="nan"))
     found = check_adapter(write_adapter(tmp_path / "good", AdapterSpec("turbo", CONFIG)), CONFIG)
-    server.manager.pipeline.adapter_rules = SimpleNamespace(dit=CONFIG, check=lambda path, at_start: found)
+    server.manager.pipeline.adapter_rules = SimpleNamespace(dit=CONFIG, check=lambda path: found)
     server.adapter(bad)
     with pytest.raises(ValueError, match="must be finite"):
         server.denoise("t2va")

