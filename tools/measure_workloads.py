@@ -50,8 +50,8 @@ NOTES = (
     "`turbo_delta_cosine` are recipe fp8's with the plugin's steps.\n\n"
     f"Steps: through the real server, FP8, {SERVED_SIZE}x{SERVED_SIZE} and {SERVED_FRAMES} frames of a tiny "
     "checkpoint; forwards of the DiT are counted in the worker, seconds are the ledger's `denoising`, the least of "
-    f"{ROUNDS} clips of each length in turns: what else a machine does only ever adds. `steps_ratio_error` is |(seconds of {STEPS} / seconds of {LONG_STEPS}) / "
-    f"({STEPS} / {LONG_STEPS}) - 1|."
+    f"{ROUNDS} clips of each length in turns: what else a machine does only ever adds. `steps_ratio_error` is "
+    f"|(seconds of {STEPS} / seconds of {LONG_STEPS}) / ({STEPS} / {LONG_STEPS}) - 1|."
 )
 _PART = "Part"
 Found = tuple[list[dict[str, Cell]], dict[str, float | None]]
