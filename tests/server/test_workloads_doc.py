@@ -14,7 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.server.adapter_kit import Adapters
 from tests.server.clients.test_curl_examples import smaller
 from tests.unit.cli.test_cli_serve_and_demo import run
 from tools.environment import ROOT
+from vllm_h3_plugin.checkpoint.synthetic import tiny_text
 from vllm_h3_plugin.serving.server import free_port
 
 pytestmark = [pytest.mark.programs("bash", "curl"), pytest.mark.timeout(1500)]
@@ -144,10 +146,13 @@ def test_a_block_that_does_not_do_what_it_shows_is_seen(reader: Reader) -> None:
 
 
 @pytest.mark.only_host("ascend", reason="a profile of Ascend cards runs on the host that is pinned for them")
-def test_the_ascend_profile_passes_its_checks(fl2va: Path, adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ascend_profile_passes_its_checks(
+    checkpoint_of: Callable[..., Path], adapters: Adapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (line,) = DRY
     words = shlex.split(line)
-    words[words.index("-c") + 1] = str(fl2va)
+    # Four cards take a key/value head of the text encoder each.
+    words[words.index("-c") + 1] = str(checkpoint_of(text=replace(tiny_text(), num_key_value_heads=4)))
     words[words.index("--lora") + 1] = str(adapters("turbo"))
     monkeypatch.setattr("vllm_h3_plugin.serving.cards.check_cards", lambda *args: None)  # there are none here
     monkeypatch.delenv("H3_REFERENCE", raising=False)
