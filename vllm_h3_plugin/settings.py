@@ -212,6 +212,10 @@ class Settings(BaseModel):
         description="Largest area of a clip's frame, width times height; a request for more is refused with 400. H3 "
         "was made for 1344x768.",
     )
+    lora: Path | None = Field(
+        default=None,
+        description="Adapter that `vllm-h3 serve` loads at start, as its `--lora`: a safetensors file or its folder.",
+    )
     lora_dir: Path | None = Field(
         default=None,
         description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 from vllm_omni.diffusion.models.minimax_h3 import time_request
 from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
+from vllm_omni.entrypoints.openai.utils import parse_lora_request
 from vllm_omni.errors import OmniClientError
 from vllm_omni.model_executor.models.minimax_h3 import preprocessing
 
@@ -131,7 +133,10 @@ def test_every_field_arrives_under_a_name_that_the_host_has() -> None:
     fields = request_fields(accepted, output=1)
     assert fields.keys() <= VideoGenerationRequest.model_fields.keys()
     request = generation_request(accepted, output=1)
-    assert (request.seed, request.num_outputs_per_prompt, request.num_inference_steps) == (6, 1, 8)
+    assert (request.seed, request.num_outputs_per_prompt, request.num_inference_steps) == (6, 1, 9 if OLD else 8)
+    pinned = replace(accepted, steps_pinned=True, lora=Lora("turbo", "/loras/turbo", 0.5, 77))
+    assert generation_request(pinned).num_inference_steps == 8, "0.28 counts a pinned schedule by its intervals too"
+    assert parse_lora_request(generation_request(pinned).lora)[0].lora_int_id == 77
     in_the_worker = {} if OLD else {"preencode_mp4": True}
     assert request.extra_params == {
         "task": "fl2va",

@@ -19,6 +19,8 @@ from PIL import Image
 
 from tests.conftest import ENVIRONMENT
 from tests.server.forked import ForkedServer, start_import
+from vllm_h3_plugin.checkpoint.inventory import take_inventory
+from vllm_h3_plugin.checkpoint.synthetic.adapters import AdapterSpec, write_adapter
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -223,6 +225,23 @@ def fl2va(checkpoint_of: Callable[..., Path]) -> Path:
 def ref2va(checkpoint_of: Callable[..., Path]) -> Path:
     """A tiny Ref2VA partition."""
     return checkpoint_of(partition="ref2va")
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Callable[..., Path]:
+    """An adapter for the tiny checkpoint, one for each set of options."""
+    dit = take_inventory(fl2va).partitions[0].dit
+    assert dit is not None
+    made: dict[tuple, Path] = {}
+
+    def make(kind: str, **options: object) -> Path:
+        key = (kind, *sorted(options.items()))
+        if key not in made:
+            spec = AdapterSpec(kind, dit, **options)  # type: ignore[arg-type]
+            made[key] = write_adapter(tmp_path_factory.mktemp(kind), spec)
+        return made[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
-from vllm_h3_plugin.host.adapters import AdaptersBesideTables
+from vllm_h3_plugin.host.adapters import CheckedAdapters, rules_at_start
 from vllm_h3_plugin.host.attention import install
 from vllm_h3_plugin.host.cancel import Cancellation
 from vllm_h3_plugin.host.clips import EncodesClips, chosen_encoder, get_minimax_h3_post_process_func
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
+from vllm_h3_plugin.host.fused_adapter import release
 from vllm_h3_plugin.host.hot_stages import keep_stages, plain_weights
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
@@ -38,6 +39,7 @@ from vllm_h3_plugin.host.progress import IDLE, Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import (
     default_schedule,
+    evaluations,
     refuse_too_many_tokens,
     refuse_what_tables_cannot_serve,
     schedule_of,
@@ -50,7 +52,6 @@ from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.hot_cache import HotCache
 from vllm_h3_plugin.memory.operations import step_flops
 from vllm_h3_plugin.memory.weights import predict_resident
-from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
 
 # The registry resolves the post-process function in the module that it finds the class in (diffusion/registry.py:834).
@@ -59,24 +60,12 @@ __all__ = ["MiniMaxH3Pipeline", "get_minimax_h3_post_process_func"]
 logger = init_logger(__name__)
 
 
-def evaluations(num_steps: int) -> int:
-    """DiT evaluations that a request of ``num_steps`` costs: N on 0.30, N - 1 on 0.28 (time_request.py of each)."""
-    return num_steps if installed_host().vllm_omni != "0.28.0" else max(1, num_steps - 1)
-
-
 def refuse_what_the_loader_skips(pipeline: Any) -> None:
     """Stop where the host was asked for something that happens inside its own ``load_weights``.
 
     Raises:
-        UsageError: a FastH3 adapter, which the host fuses into the stream of weights, or an AdaLN sidecar, which it
-            binds to them.
+        UsageError: an AdaLN sidecar, which it binds to the weights.
     """
-    if getattr(pipeline, "_fasth3", None) is not None:
-        raise UsageError(
-            "a FastH3 adapter was given with --lora-path",
-            why="this version of the plugin does not fuse adapters into weights while it loads them",
-            fix="Serve without the adapter, or use the Turbo LoRA, which stays beside the weights.",
-        )
     for name in pipeline._dit_modules:
         if getattr(getattr(pipeline, name), "_adaln_sidecar_candidate", None) is not None:
             raise UsageError(
@@ -86,21 +75,30 @@ def refuse_what_the_loader_skips(pipeline: Any) -> None:
             )
 
 
+def _evaluations(kwargs: Mapping[str, Any]) -> int:
+    """DiT evaluations of a request, from what the host hands to ``diffuse``."""
+    return evaluations(int(kwargs["num_steps"]), pinned=kwargs.get("base_schedule") is not None)
+
+
 def _tile_decoder(video_vae: Any) -> torch.nn.Module | None:
     """What a video VAE runs once for each tile, where its code, which comes with the checkpoint, calls it so."""
     decoder = getattr(getattr(video_vae, "model", None), "decoder", None)
     return decoder if isinstance(decoder, torch.nn.Module) else None
 
 
-class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMaxH3Pipeline):
+class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
-    Raises (from ``__init__``, before the DiT and the text encoder are read; an adapter that is refused costs the VAEs):
+    Raises (from ``__init__``, before the DiT and the text encoder are read):
         CheckpointError, RecipeError, BackendError, UsageError, SettingsError: see :func:`open_session`.
+        AdapterError: the adapter of ``--lora-path`` does not fit.
     """
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         session = open_session(od_config)
+        adapters = rules_at_start(od_config, session)
+        if adapters.own is not None and adapters.own.fused:
+            session = replace(session, fused=adapters.own)
         tables = session.plan.recipe.adaln is Adaln.TABLE
         if tables:
             refuse_what_tables_cannot_serve(od_config)
@@ -128,6 +126,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
+        self.adapter_rules = adapters
         self._settings = values
         self._progress = progress
         self._watch = watch
@@ -192,6 +191,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         self._hot: HotCache | None = None
         for name in self._dit_modules:
             getattr(self, name).post_load_weights()
+        release(self._fasth3)
         filled = set(loaded.filled)
         for part in ("video_vae", "audio_vae"):
             # Filled by the host in __init__ (pipeline_minimax_h3.py:1061); named, so that its loader misses nothing.
@@ -234,8 +234,16 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
             "supported_tasks": sorted(self.supported_tasks),
+            "pinned_steps": self._pinned_steps(),
+            "adapters": None if self.adapter_rules is None else self.adapter_rules.as_dict(),
         }
         self._publish()
+
+    def _pinned_steps(self) -> int | None:
+        """Denoise evaluations of a checkpoint that is distilled to one number of them."""
+        task = "t2va" if "t2va" in self.supported_tasks else "ref2va"
+        positions = self._base_schedule_for_task(task)
+        return None if positions is None else int(positions.num_inference_steps)
 
     def _publish(self) -> None:
         self._facts["stages"] = self._hot.facts() if self._hot else None
@@ -255,7 +263,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         if tables is not None:
             self._progress.phase("building table")
             tables.activate(schedule_of(inputs), self._progress.loading("building table"))
-            self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
+            self._progress.phase("denoising", steps=_evaluations(kwargs))
         return inputs
 
     def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +276,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
 
     def diffuse(self, **kwargs: Any) -> Any:
         """The host's, with its steps counted."""
-        self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
+        self._progress.phase("denoising", steps=_evaluations(kwargs))
         self._watch.expect(kwargs)
         try:
             return super().diffuse(**kwargs)

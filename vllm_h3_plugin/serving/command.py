@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,9 @@ def server_command(
         argv += ["--distributed-executor-backend", profile.executor]
     if profile.attention:
         argv += ["--diffusion-attention-backend", profile.attention]
+    if profile.lora:
+        # Absolute: the host looks a relative path up on a hub (vllm/lora/utils.py get_adapter_absolute_path).
+        argv += ["--lora-path", os.path.abspath(profile.lora)]
     if profile.eager:
         argv += ["--enforce-eager"]
     plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from vllm_h3_plugin.memory.requests import LONGEST_S, SHORTEST_S
 from vllm_h3_plugin.memory.table import DEFAULT_STEPS
+from vllm_h3_plugin.serving.adapters import AdapterRules
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
+from vllm_h3_plugin.serving.rules.ask import MAX_STEPS
 from vllm_h3_plugin.serving.rules.fault import Code
 
 MAX_PIXELS = 1920 * 1088
@@ -56,8 +58,9 @@ class Limits:
         shortest_s, longest_s: seconds.
         max_pixels: largest area, width times height.
         steps: denoise steps of a request that names none.
-        fewest_steps: denoise steps that a request may ask for at least.
+        most_steps: denoise steps that a request may ask for at most.
         steps_fixed: the checkpoint is distilled to that number, and makes no other.
+        adapters: what decides about a request's adapter, and the one that was loaded at start; None: not known.
         lora_dir: folder in which a request's adapter must lie; None: anywhere on the server.
         extra: names of ``extra_params`` that the host's model takes beside those that have a field.
         misfit: says why a request can never run here (memory, attention in few bits); None if it can.
@@ -70,8 +73,19 @@ class Limits:
     longest_s: float = LONGEST_S
     max_pixels: int = MAX_PIXELS
     steps: int = DEFAULT_STEPS
-    fewest_steps: int = 1
+    most_steps: int = MAX_STEPS
     steps_fixed: bool = False
+    adapters: AdapterRules | None = None
     lora_dir: Path | None = None
     extra: frozenset[str] = EXTRA
     misfit: Callable[[Accepted], Misfit | None] | None = None
+
+    @property
+    def usual_steps(self) -> tuple[int, int, int]:
+        """(least, most, default) of a request that names no adapter. A Turbo file that was loaded at start has a number
+        of its own, and a request may do without it."""
+        own = self.adapters.own if self.adapters is not None and self.adapters.scale != 0 else None
+        default = own.steps if own is not None and own.steps is not None else self.steps
+        if self.steps_fixed or (own is not None and own.fused):
+            return default, default, default
+        return 1, self.most_steps, default
