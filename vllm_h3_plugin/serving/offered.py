@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_h3_plugin.serving.references.limits import ReferenceLimits
-from vllm_h3_plugin.serving.rules.ask import MAX_PROMPT_CHARACTERS, MAX_STEPS, RATIOS, SEED_MAX, SEED_MIN
+from vllm_h3_plugin.serving.rules.ask import MAX_PROMPT_CHARACTERS, MAX_STEPS, SEED_MAX, SEED_MIN
 from vllm_h3_plugin.serving.rules.canvas import FLATTEST, canvas
 from vllm_h3_plugin.serving.rules.length import DEFAULT_FRAMES, longest_frames, shortest_frames
 from vllm_h3_plugin.serving.rules.limits import Limits
+from vllm_h3_plugin.serving.rules.ratios import RATIOS
 from vllm_h3_plugin.video.geometry import FPS, FRAME_OFFSET, FRAME_PERIOD, SIZE_MULTIPLE
 
 
