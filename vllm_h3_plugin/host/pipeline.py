@@ -44,6 +44,7 @@ from vllm_h3_plugin.host.schedules import (
 from vllm_h3_plugin.host.session import Session, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
+from vllm_h3_plugin.host.tiles import TileBatches, room_on
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.hot_cache import HotCache
@@ -141,6 +142,12 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             watch.install(dit)
             self._cancel.install(dit)
         self._cancel.install_local(_tile_decoder(self.video_vae))
+        self._tiles = TileBatches(
+            self.video_vae,
+            most=values.decode_batch,
+            room=room_on(device, watch.system, watch.thresholds.floor),
+            streaming=installed_host().vllm_omni != "0.28.0",
+        )
         refuse_what_the_loader_skips(self)
         self._attention = {
             name: install(
@@ -235,6 +242,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
 
     def _publish(self) -> None:
         self._facts["stages"] = self._hot.facts() if self._hot else None
+        self._facts["decode"] = self._tiles.facts()
         self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 
@@ -277,6 +285,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         self._progress.phase("decoding")
         self._watch.check()
         self._cancel.check()
+        self._tiles.begin(args[0] if args else kwargs["video_latent"])
         decoded = super().decode(*args, **kwargs)
         self._cancel.check()
         return decoded
@@ -286,12 +295,14 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         self._progress.phase("decoding and encoding")
         self._watch.check()
         self._cancel.check()
+        self._tiles.begin(args[0] if args else kwargs["video_latent"])
         return super().decode_to_mp4(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, watched for memory, with its end announced whether it succeeds, fails or is stopped."""
         request = str(getattr(args[0] if args else kwargs.get("request"), "request_id", ""))
         self._progress.begin(request)
+        self._tiles.forget()
         try:
             if self._base is not None:
                 self._base.check()
@@ -303,4 +314,4 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         finally:
             self._facts["memory"] = after_request(self._facts["memory"], self)
             self._publish()
-            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"])
+            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"], decode=self._tiles.told())
