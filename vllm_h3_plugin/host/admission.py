@@ -159,8 +159,8 @@ def read_guards() -> list[dict[str, Any]]:
 def refusal(asked: Asked, guards: list[dict[str, Any]]) -> BusyError | None:
     """Why a request may not run now; None if it may. Every worker must have room for it."""
     for guard in guards:
-        facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
-        model = model_of(*facts, vision_fp32=bool(guard.get("vision_fp32")))
+        names = ("checkpoint", "task", "quantized", "streaming", "unified", "tables", "vision_fp32")
+        model = model_of(*(guard[name] for name in names))
         if model is None:
             return None
         thresholds = Thresholds(guard["floor_bytes"], guard["hard_floor_bytes"], guard["retry_after_s"])
@@ -188,7 +188,7 @@ def model_of(
     streaming: bool,
     unified: bool,
     tables: bool,
-    vision_fp32: bool = False,
+    vision_fp32: bool,
 ) -> Model | None:
     """The model that the workers serve; None, said once, if its headers can no longer be read."""
     try:
