@@ -24,9 +24,9 @@ from vllm_h3_plugin.memory.requests import RequestSize
 @pytest.fixture(scope="module")
 def bench(device: torch.device, one_thread: None) -> Any:
     """The modules under test, imported when there is a world for the host to find."""
-    from vllm_h3_plugin.host.bench import checkpoint, decode, decode_report
+    from vllm_h3_plugin.host.bench import apart, checkpoint, decode, decode_report
 
-    return SimpleNamespace(checkpoint=checkpoint, decode=decode, report=decode_report, device=device)
+    return SimpleNamespace(apart=apart, checkpoint=checkpoint, decode=decode, report=decode_report, device=device)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_narrow_network_gives_no_figure(bench: Any, found: Any) -> None:
 
 def test_figures_of_the_real_width_are_ratios_of_times(bench: Any) -> None:
     decode = bench.decode
-    apart = decode.Apart(1, 0.1, 58.0, 0.1, 0.1)
+    apart = bench.apart.Apart(1, 0.1, 58.0, 0.1, 0.1)
     wide = decode.Found(RequestSize(1344, 768, 124), parameters=2_423_000_000, tiles=28)
     wide.columns = [
         column(bench, "stock", decode_ms=3000.0, bytes_ms=3600.0),
@@ -92,10 +92,10 @@ def test_differences_are_counted_on_seams_and_off_them(bench: Any) -> None:
     seams[:, 2] = True
     other = one.clone()
     other[0, 1, 3, 2] = 6
-    apart = bench.decode.compare(one, other, seams)
+    apart = bench.apart.compare(one, other, seams)
     assert (apart.worst, apart.share, apart.elsewhere) == (6, 1 / 96, 0.0)
     assert apart.seams == pytest.approx(6 / 24) and apart.psnr == pytest.approx(52.39, abs=0.01)
-    assert bench.decode.compare(one, one, seams).psnr is None
+    assert bench.apart.compare(one, one, seams).psnr is None
 
 
 def test_a_column_that_fails_leaves_the_others(bench: Any, tmp_path: Path) -> None:

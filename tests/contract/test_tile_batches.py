@@ -155,7 +155,7 @@ def test_a_batch_decodes_what_one_tile_after_the_other_does(
 
 
 def test_seams_are_no_worse_than_the_rest(vae: Any) -> None:
-    from vllm_h3_plugin.host.bench.decode import compare
+    from vllm_h3_plugin.host.bench.apart import compare
 
     z = latent(256, 160, 12)
     want = decoded(vae, z)[0]

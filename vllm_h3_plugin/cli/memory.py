@@ -190,14 +190,9 @@ def _predict(
     def predict(wanted: RequestSize) -> Peak:
         new = resident.table is not None and (wanted.steps != DEFAULT_STEPS or bool(wanted.roles))
         table = table_size(shapes.dit, wanted.steps, wanted.roles) if new else None
-        return predict_peak(
-            shapes,
-            wanted,
-            quantized=bool(precision.quantized),
-            vision_fp32=precision.vision is Precision.FP32,
-            new_table=table,
-            tp=tp,
-        )
+        wide = precision.vision is Precision.FP32
+        quantized = bool(precision.quantized)
+        return predict_peak(shapes, wanted, quantized=quantized, vision_fp32=wide, new_table=table, tp=tp)
 
     floor = load().memory_floor_gib
     fits = {

@@ -233,6 +233,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
             "step": self._step.facts(),
+            "decode": self._tiles.facts(),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),

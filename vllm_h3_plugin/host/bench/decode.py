@@ -9,7 +9,6 @@ all is decoded, the plugin as luma and chroma bytes while it decodes.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from vllm_omni.diffusion.models.minimax_h3 import vae as host_vae
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
+from vllm_h3_plugin.host.bench.apart import Apart, compare
 from vllm_h3_plugin.host.bench.clock import in_turns, reason_of, wall_ms
 from vllm_h3_plugin.host.clips import Recording
 from vllm_h3_plugin.host.tiles import TileBatches, room_on
@@ -51,24 +51,6 @@ class Options:
     size: RequestSize
     batches: tuple[int | None, ...] = (None,)
     rounds: int = 3
-
-
-@dataclass(frozen=True)
-class Apart:
-    """Frames in bytes of two columns, compared.
-
-    Attributes:
-        worst: levels of 255 between two values at most.
-        share: of values that differ.
-        psnr: in dB; None: they are equal.
-        seams, elsewhere: mean levels where tiles overlap, and where they do not.
-    """
-
-    worst: int
-    share: float
-    psnr: float | None
-    seams: float
-    elsewhere: float
 
 
 @dataclass(frozen=True)
@@ -293,24 +275,3 @@ class _Kept:
         while self._waiting:
             self._arrays.append(self._waiting.pop(0)())
         return self._arrays
-
-
-def compare(one: torch.Tensor, other: torch.Tensor, seams: torch.Tensor) -> Apart:
-    """Two clips in bytes, ``[3, T, H, W]`` on the CPU; frame by frame, which takes little memory.
-
-    Args:
-        seams: ``[H, W]``, where tiles overlap.
-    """
-    worst, differing, squares, on, off = 0, 0, 0.0, 0.0, 0.0
-    count = one.shape[1]
-    for number in range(count):
-        levels = (one[:, number].short() - other[:, number].short()).abs()
-        worst = max(worst, int(levels.max()))
-        differing += int(levels.count_nonzero())
-        squares += float((levels.float() ** 2).sum())
-        on += float(levels[:, seams].float().sum())
-        off += float(levels[:, ~seams].float().sum())
-    error = squares / one.numel()
-    psnr = 10 * math.log10(255**2 / error) if error else None
-    inside, outside = (max(1, 3 * count * int(mask.sum())) for mask in (seams, ~seams))
-    return Apart(worst, differing / one.numel(), psnr, on / inside, off / outside)
