@@ -154,6 +154,12 @@ class Settings(BaseModel):
         default=3.0, ge=0, le=4096, description="GiB of MemAvailable under which a running request is cancelled."
     )
     memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
+    decode_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tiles of a clip that the video VAE decodes at once, at most. Unset: as many as the memory "
+        "prediction allows; 1: one after the other, as the host does.",
+    )
     encoder: Literal["auto", "software", "nvenc", "host"] = Field(
         default="auto",
         description="What makes H.264 of the frames. `auto`: NVENC where the card and its driver really encode with "

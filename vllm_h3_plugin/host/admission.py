@@ -168,8 +168,8 @@ def read_guards() -> list[dict[str, Any]]:
 def refusal(asked: Asked, guards: list[dict[str, Any]]) -> BusyError | None:
     """Why a request may not run now; None if it may. Every worker must have room for it."""
     for guard in guards:
-        facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
-        model = model_of(*facts)
+        names = ("checkpoint", "task", "quantized", "streaming", "unified", "tables", "vision_fp32")
+        model = model_of(*(guard[name] for name in names))
         if model is None:
             return None
         thresholds = Thresholds(guard["floor_bytes"], guard["hard_floor_bytes"], guard["retry_after_s"])
@@ -191,7 +191,13 @@ def available(guard: Mapping[str, Any]) -> int:
 
 @functools.cache
 def model_of(
-    checkpoint: str, task: str | None, quantized: bool, streaming: bool, unified: bool, tables: bool
+    checkpoint: str,
+    task: str | None,
+    quantized: bool,
+    streaming: bool,
+    unified: bool,
+    tables: bool,
+    vision_fp32: bool,
 ) -> Model | None:
     """The model that the workers serve; None, said once, if its headers can no longer be read."""
     try:
@@ -199,7 +205,8 @@ def model_of(
     except H3Error as exc:
         logger.error("requests are not held against the memory any more: %s", exc)
         return None
-    return Model(shapes, quantized, streaming, unified, table_room(shapes, settings.load()) if tables else None)
+    room = table_room(shapes, settings.load()) if tables else None
+    return Model(shapes, quantized, streaming, unified, room, vision_fp32)
 
 
 def refused(error: BadBody) -> JSONResponse:

@@ -47,11 +47,13 @@ from vllm_h3_plugin.host.schedules import (
 from vllm_h3_plugin.host.session import Session, model_configs, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
+from vllm_h3_plugin.host.tiles import TileBatches, room_on
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.hot_cache import HotCache
 from vllm_h3_plugin.memory.operations import step_flops
 from vllm_h3_plugin.memory.weights import predict_resident
+from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Adaln
 
 # The registry resolves the post-process function in the module that it finds the class in (diffusion/registry.py:834).
@@ -142,6 +144,12 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
             watch.install(dit)
             self._cancel.install(dit)
         self._cancel.install_local(_tile_decoder(self.video_vae))
+        self._tiles = TileBatches(
+            self.video_vae,
+            most=values.decode_batch,
+            room=room_on(device, watch.system, watch.thresholds.floor),
+            streaming=installed_host().vllm_omni != "0.28.0",
+        )
         refuse_what_the_loader_skips(self)
         self._attention = {
             name: install(
@@ -230,6 +238,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
             "most_tokens": MAX_TOKENS.get(session.plan.recipe.attention),
             "step": self._step.facts(),
             "step_flops": asdict(step_flops(model_configs(session.inventory)[0])),
+            "decode": self._tiles.facts(),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
@@ -247,6 +256,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
 
     def _publish(self) -> None:
         self._facts["stages"] = self._hot.facts() if self._hot else None
+        self._facts["decode"] = self._tiles.facts()
         self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 
@@ -289,6 +299,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
         self._progress.phase("decoding")
         self._watch.check()
         self._cancel.check()
+        self._tiles.begin(args[0] if args else kwargs["video_latent"])
         decoded = super().decode(*args, **kwargs)
         self._cancel.check()
         return decoded
@@ -298,12 +309,14 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
         self._progress.phase("decoding and encoding")
         self._watch.check()
         self._cancel.check()
+        self._tiles.begin(args[0] if args else kwargs["video_latent"])
         return super().decode_to_mp4(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, watched for memory, with its end announced whether it succeeds, fails or is stopped."""
         request = str(getattr(args[0] if args else kwargs.get("request"), "request_id", ""))
         self._progress.begin(request)
+        self._tiles.forget()
         try:
             if self._base is not None:
                 self._base.check()
@@ -315,4 +328,4 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
         finally:
             self._facts["memory"] = after_request(self._facts["memory"], self)
             self._publish()
-            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"])
+            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"], decode=self._tiles.told())

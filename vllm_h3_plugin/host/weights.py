@@ -30,6 +30,7 @@ from vllm_h3_plugin.host.parts import Part, file_digests, make_part, make_tables
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.session import Session
 from vllm_h3_plugin.host.snapshots import Snapshots
+from vllm_h3_plugin.host.vision import widen_vision
 from vllm_h3_plugin.host.worker_memory import release_host_buffers
 from vllm_h3_plugin.settings import Settings
 
@@ -120,6 +121,8 @@ class WeightLoading:
         for part in self._parts:
             part.loader.pack()
             plan_part = "text_encoder" if part.name == "text_encoder" else "transformer"
+            if plan_part == "text_encoder":
+                widen_vision(part.module, self._session.plan)
             loaded.layers[part.name] = loading.check_precisions(part.module, plan_part, self._session.plan)
             loaded.filled |= {f"{part.name}.{name}" for name in part.loader.filled}
             page_cache.drop([file.path for file in part.files.files])

@@ -36,6 +36,7 @@ GUARD = {
     "task": None,
     "quantized": True,
     "streaming": True,
+    "vision_fp32": False,
     "tables": False,
 }
 
