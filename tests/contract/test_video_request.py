@@ -204,7 +204,7 @@ def test_the_budget_refuses_what_can_never_run(tmp_path: Path, monkeypatch: pyte
 
     guard = {"active": True, "floor_bytes": 1000, "hard_floor_bytes": 500, "retry_after_s": 30, "unified": True}
     guard |= {"checkpoint": "x", "task": None, "quantized": True, "streaming": True, "tables": False}
-    guard |= {"total_bytes": 1000 + 5000 + 64 * 64 * 130}
+    guard |= {"vision_fp32": False, "total_bytes": 1000 + 5000 + 64 * 64 * 130}
     monkeypatch.setattr(admission, "read_guards", lambda: [guard])
     monkeypatch.setattr(admission, "model_of", lambda *facts: Model())
     monkeypatch.setattr(

@@ -48,6 +48,9 @@ PATHS = frozenset({"/v1/videos", "/v1/videos/sync", "/v1/chat/completions"})
 GUARD_PATTERN = "guard-*.json"
 """What the workers' :class:`~vllm_h3_plugin.host.memory_watch.MemoryWatch` leave in ``H3_RUN_DIR``."""
 
+FACTS = ("checkpoint", "task", "quantized", "streaming", "unified", "tables", "vision_fp32")
+"""Of them, what :func:`model_of` is given, in its order."""
+
 _SPOOL_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20
 
@@ -168,8 +171,7 @@ def read_guards() -> list[dict[str, Any]]:
 def refusal(asked: Asked, guards: list[dict[str, Any]]) -> BusyError | None:
     """Why a request may not run now; None if it may. Every worker must have room for it."""
     for guard in guards:
-        names = ("checkpoint", "task", "quantized", "streaming", "unified", "tables", "vision_fp32")
-        model = model_of(*(guard[name] for name in names))
+        model = model_of(*(guard[name] for name in FACTS))
         if model is None:
             return None
         thresholds = Thresholds(guard["floor_bytes"], guard["hard_floor_bytes"], guard["retry_after_s"])

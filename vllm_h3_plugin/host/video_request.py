@@ -178,8 +178,7 @@ def budget() -> Callable[[Accepted], Misfit | None]:
         for rank, guard in enumerate(admission.read_guards()):
             if not guard["active"]:
                 continue
-            facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
-            model = admission.model_of(*facts)
+            model = admission.model_of(*(guard[name] for name in admission.FACTS))
             if model is None:
                 return None
             resident = sum(workers.get(rank, {}).get("memory", {}).get("parts", {}).values())
