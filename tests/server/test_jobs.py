@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import READY_S, Servers, request
+from tests.server.conftest import MOST_STEPS, READY_S, Servers, request
 from vllm_h3_plugin.pins import HostPin
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.profile import Profile
 from vllm_h3_plugin.serving.server import Server
 
-LONG = request(steps=200, seed=5)
+LONG = request(steps=MOST_STEPS, seed=5)
 MAX_QUEUE = 1
 SOON = 25
 

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Running, Servers, request
+from tests.server.conftest import MOST_STEPS, Running, Servers, request
 from tests.server.soak import BAD, ENDED, good, listed, rss, soak, stuck
 
 Record = Callable[[str, object], None]
 MOST_GROWTH = 1.05
-LONG = request(steps=200, seed=5, size=128)
+LONG = request(steps=MOST_STEPS, seed=5, size=128)
 
 Start = Callable[[], Running]
 
