@@ -139,8 +139,9 @@ class WeightLoading:
             self._snapshots,
             self._rank,
             self._ranks,
-            lambda: built.append(self._from_checkpoint(True)),
+            lambda write: built.append(self._from_checkpoint(write)),
             self._progress.phase,
+            parts=[part.name for part in self._parts],
         )
         taken = ranks.take()
         loaded = built[-1] if built else Loaded("shared base")
