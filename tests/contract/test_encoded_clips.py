@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -129,6 +130,21 @@ def test_luma_and_chroma_are_those_of_the_definition_on_a_cpu_and_on_a_device() 
     assert (found.int() - other.int()).abs().max() <= 1
     in_bytes = planes.yuv420p((frames * 255).round().to(torch.uint8))
     assert (found.int() - in_bytes.int()).abs().max() <= 1
+
+
+def test_a_machine_that_cannot_load_opencv_makes_the_same_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV's wheel wants libGL, which a bare machine and a small image lack."""
+    from vllm_h3_plugin.host import planes
+
+    frames = picture(3)[0]
+    with_it = planes.yuv420p(frames)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    planes._opencv.cache_clear()
+    try:
+        assert planes._opencv() is None
+        assert (planes.yuv420p(frames).int() - with_it.int()).abs().max() <= 1
+    finally:
+        planes._opencv.cache_clear()
 
 
 def test_the_picture_is_no_worse_than_the_hosts_and_the_sound_the_same() -> None:
