@@ -62,10 +62,10 @@ def cli_document() -> str:
 OTHERS = {
     "VLLM_API_KEY": "Key that callers of `/v1` must send, where no `H3_API_KEY_FILE` is named. Other users of the "
     "machine may see it in the process list's environment; a file is better.",
-    "VLLM_OMNI_VIDEO_SYNC_TIMEOUT": "Longest that a job may run, in seconds, unless `H3_JOB_TIMEOUT_S` says it. Unset "
-    "or empty: the profile's `request_timeout_s`.",
+    "VLLM_OMNI_VIDEO_SYNC_TIMEOUT": "Least time that a job has, in seconds, unless `H3_JOB_TIMEOUT_S` says how long: "
+    "what its own steps predict, twice, if that is longer. Unset or empty: the profile's `request_timeout_s`.",
     "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT": "Seconds after which the `mp` executor ends its workers. Unset or empty: 600 more "
-    "than a job may run.",
+    "than `H3_JOB_TIMEOUT_S`, without that a week; a worker that does not move is found by its steps.",
     "VLLM_PLUGINS": "The host's allow-list of plugins. `vllm-h3 serve` adds its own to what is there.",
     "HF_HUB_OFFLINE": "1 unless set: nothing is looked up on a hub.",
     "HUMMING_DISABLE_PARALLEL_BUILD": "1 unless set: the host's import starts no background compilers.",

@@ -50,17 +50,39 @@ def result_of(report: dict[str, Any], hardware: str, versions: dict[str, str]) -
         versions=versions,
         rows=rows,
         ratios=ratios,
-        notes="Synthetic checkpoint of the real widths with 4 of 50 blocks and 2 of 50 text layers; 768x448, "
+        notes=_left_out(report["could_not_run"])
+        + "Synthetic checkpoint of the real widths with 4 of 50 blocks and 2 of 50 text layers; 768x448, "
         "124 frames, 4 steps. Times are whole requests seen by the client, encoding included; memory is that of the "
         "whole GPU. The stock host quantizes per tensor and AdaLN too; the plugin keeps AdaLN in BF16.",
     )
+
+
+def _left_out(skips: list[dict[str, Any]]) -> str:
+    """What this device or environment has not, and how many tests were left out for it; empty if nothing was."""
+    reasons: dict[str, int] = {}
+    for skip in skips:
+        reasons[skip["reason"]] = reasons.get(skip["reason"], 0) + 1
+    told = "; ".join(f"{reason} ({count} {'test' if count == 1 else 'tests'})" for reason, count in reasons.items())
+    return f"Left out: {told}. " if told else ""
 
 
 def main() -> int:
     """Run the tests; keep the figures only of a run in which nothing failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "--accelerator", "gpu", "-m", "gpu", "-q", "--report", str(report)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--accelerator",
+            "gpu",
+            "-m",
+            "gpu",
+            "-q",
+            "-rs",
+            "--report",
+            str(report),
+        ]
         code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
         if code != 0:
             return code

@@ -33,7 +33,7 @@ ELSEWHERE = {
 COMMAND = "make serving"
 NOTES = (
     "The real server path with a tiny synthetic checkpoint on the CPU reference platform, FP8, one process: clips of "
-    "64x64 pixels and 2 or 3 steps (128x128 and 200 steps where jobs are cancelled). Each clip that was delivered "
+    "64x64 pixels and 2 or 3 steps (128x128 and 199 steps where jobs are cancelled). Each clip that was delivered "
     "passed `vllm-h3 verify`, and equal requests gave equal bytes. A cancel counts from the DELETE until the worker "
     "says that it is idle."
 )

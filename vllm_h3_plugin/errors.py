@@ -5,7 +5,8 @@
 
     H3Error                    exit 1   HTTP 500
     |-- UsageError             exit 2   HTTP 400   a flag, a field or a file name that cannot be right
-    |   `-- SettingsError      exit 2   HTTP 500   an H3_* variable or a launch profile
+    |   |-- SettingsError      exit 2   HTTP 500   an H3_* variable or a launch profile
+    |   `-- AdapterError       exit 2   HTTP 400   a LoRA or FastH3 file that does not fit the model or the server
     |-- CheckpointError        exit 3   HTTP 500   files on disk
     |   |-- LoadError          exit 3   HTTP 500   tensors that do not fill the model exactly once
     |   `-- SnapshotError      exit 3   HTTP 500   a quantized snapshot or an AdaLN table of this project's own
@@ -87,6 +88,10 @@ class SettingsError(UsageError):
     """An ``H3_*`` variable or a launch profile is wrong."""
 
     http_status = 500
+
+
+class AdapterError(UsageError):
+    """An adapter (Turbo, FlashGen, FastH3, PEFT) does not fit the model or the server."""
 
 
 class CheckpointError(H3Error):

@@ -154,11 +154,17 @@ class Settings(BaseModel):
         default=3.0, ge=0, le=4096, description="GiB of MemAvailable under which a running request is cancelled."
     )
     memory_retry_s: int = Field(default=30, ge=1, description="Seconds that a 503 for memory asks the client to wait.")
+    decode_batch: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tiles of a clip that the video VAE decodes at once, at most. Unset: as many as the memory "
+        "prediction allows; 1: one after the other, as the host does.",
+    )
     encoder: Literal["auto", "software", "nvenc", "host"] = Field(
         default="auto",
         description="What makes H.264 of the frames. `auto`: NVENC where the card and its driver really encode with "
-        "it, else x264 on the CPU. `nvenc`: refuse to start without it. `host`: the host's own encoder, after all "
-        "frames are decoded; byte for byte its clips.",
+        "it, else x264 on the CPU. `software`: x264 without asking the card. `nvenc`: refuse to start without it. "
+        "`host`: the host's own encoder, after all frames are decoded; byte for byte its clips.",
     )
     encode_preset: Literal["ultrafast", "superfast", "veryfast", "faster", "fast", "medium"] = Field(
         default="ultrafast",
@@ -173,7 +179,7 @@ class Settings(BaseModel):
         default=None,
         gt=0,
         description="Longest that one clip may take, in seconds from its start; it is stopped then. Unset: the "
-        "profile's `request_timeout_s`.",
+        "profile's `request_timeout_s`, or twice what the clip's own steps predict where that is longer.",
     )
     clip_ttl_s: int | None = Field(
         default=None,
@@ -211,6 +217,10 @@ class Settings(BaseModel):
         ge=32 * 32,
         description="Largest area of a clip's frame, width times height; a request for more is refused with 400. H3 "
         "was made for 1344x768.",
+    )
+    lora: Path | None = Field(
+        default=None,
+        description="Adapter that `vllm-h3 serve` loads at start, as its `--lora`: a safetensors file or its folder.",
     )
     lora_dir: Path | None = Field(
         default=None,

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_h3_plugin.attention.low_bit import check_tokens
+from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import cancel, run_state
 from vllm_h3_plugin.host.cancel import Cancellation, RequestCancelledError
 from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.host.progress import Progress
+from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +134,11 @@ def test_a_dead_worker_is_told_by_its_error_on_both_hosts() -> None:
         failure = JobWorker().explain(error)
         assert (failure.code, failure.http_status) == ("engine_dead", 503)
     assert JobWorker().explain(RuntimeError("no")).code == "generation_failed"
+
+
+def test_a_request_that_a_worker_finds_too_long_for_its_attention_is_the_callers_fault() -> None:
+    """The executor hands on a worker's error as text, without its status."""
+    with pytest.raises(UsageError) as caught:
+        check_tokens(AttentionPrecision.INT8, 40_000)
+    failure = JobWorker().explain(RuntimeError(f"Error in worker: {caught.value}"))
+    assert (failure.code, failure.http_status) == ("invalid_request", 400) and "40000" in failure.message

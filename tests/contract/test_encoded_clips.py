@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -131,6 +132,21 @@ def test_luma_and_chroma_are_those_of_the_definition_on_a_cpu_and_on_a_device() 
     assert (found.int() - in_bytes.int()).abs().max() <= 1
 
 
+def test_a_machine_that_cannot_load_opencv_makes_the_same_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenCV's wheel wants libGL, which a bare machine and a small image lack."""
+    from vllm_h3_plugin.host import planes
+
+    frames = picture(3)[0]
+    with_it = planes.yuv420p(frames)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    planes._opencv.cache_clear()
+    try:
+        assert planes._opencv() is None
+        assert (planes.yuv420p(frames).int() - with_it.int()).abs().max() <= 1
+    finally:
+        planes._opencv.cache_clear()
+
+
 def test_the_picture_is_no_worse_than_the_hosts_and_the_sound_the_same() -> None:
     from vllm_omni.entrypoints.openai.video_api_utils import _encode_video_bytes
 
@@ -184,6 +200,16 @@ def test_a_broken_encoder_fails_the_request_after_every_rank_has_come_by() -> No
 def test_a_request_that_is_stopped_is_stopped_while_it_is_encoded() -> None:
     with pytest.raises(InterruptedError):
         encoded(pipeline(cancelled=True))
+
+
+def test_an_encoder_that_may_not_be_nice_encodes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sandboxes forbid it. A thread that ended there would leave the pipeline waiting without end."""
+
+    def forbidden(*arguments: int) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr("os.setpriority", forbidden)
+    assert shown(encoded(pipeline())).shape[0] == FRAMES
 
 
 def test_a_rank_that_returns_nothing_encodes_nothing() -> None:

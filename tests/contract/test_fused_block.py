@@ -20,9 +20,11 @@ from tests.contract.dit_inputs import (
     random_weights,
 )
 from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
+from vllm_h3_plugin.host.bench.step_models import RandomWeights, Request, build_plugin
 from vllm_h3_plugin.host.denoise_branch import MiniMaxH3DenoiseBranch, known_timesteps
 from vllm_h3_plugin.host.fused_block import FusedSiluAndMul, MiniMaxH3DiTBlock, fuse
 from vllm_h3_plugin.host.step_kernels import choose_kernels
+from vllm_h3_plugin.memory.requests import RequestSize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,6 +111,11 @@ def test_what_a_cache_does_between_blocks_is_seen(dit: Any, device: torch.device
         got = run()
         # What was begun for a block that was left out is not taken by a later forward.
         again = run()
+        # Nor does it hold a request's rows while the clip is decoded.
+        left = [block for block in dit.blocks if block._begun is not None]
+        assert left == ([dit.blocks[1]] if change == "block left out" else [])
+        dit.forget_request()
+        assert all(block._begun is None for block in dit.blocks)
     assert torch.equal(got, want) and torch.equal(again, want)
 
 
@@ -182,3 +189,29 @@ def test_what_a_request_fixes_is_computed_once_and_for_it_alone(dit: Any, device
 def fresh(dit: Any) -> Any:
     dit.forget_request()
     return dit
+
+
+def test_a_step_of_what_is_served_asks_no_tensor_for_its_values(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FP8, tables and the plugin's attention, after the first step of a request. On a device each such question
+    waits for it; tests/gpu holds that with torch's own check."""
+    model = build_plugin(RandomWeights(CONFIG, device))
+    request = Request(model, RequestSize(64, 64, 22, text_tokens=9), device)
+    with torch.inference_mode():
+        want = request.forward()
+
+        def refuse(name: str) -> Any:
+            def asked(*_: Any, **__: Any) -> Any:
+                raise AssertionError(f"a step calls {name}()")
+
+            return asked
+
+        for name in ("item", "tolist", "cpu", "numpy", "unique", "nonzero", "__bool__", "__int__", "__index__"):
+            monkeypatch.setattr(torch.Tensor, name, refuse(name))
+        for name in ("unique", "nonzero"):
+            monkeypatch.setattr(torch, name, refuse(name))
+        again = request.branch.forward_kwargs(**request.step)
+        got = model.dit(**again)
+        monkeypatch.undo()
+    assert equal(got, want)

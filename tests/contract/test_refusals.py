@@ -6,8 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from vllm_omni.diffusion.lora.manager import LoRABackend
 
-from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.errors import AdapterError, UsageError
+from vllm_h3_plugin.host.adapters import _asked
 from vllm_h3_plugin.host.pipeline import refuse_what_the_loader_skips
 from vllm_h3_plugin.host.session import requested_method
 
@@ -16,14 +18,24 @@ def _pipeline(**attributes: object) -> SimpleNamespace:
     return SimpleNamespace(**{"_dit_modules": ["transformer"], "transformer": SimpleNamespace(), **attributes})
 
 
-def test_a_plain_pipeline_passes() -> None:
+def test_a_plain_pipeline_and_one_with_a_fused_adapter_pass() -> None:
     refuse_what_the_loader_skips(_pipeline(_fasth3=None))
+    refuse_what_the_loader_skips(_pipeline(_fasth3=object()))
 
 
-def test_a_fasth3_adapter_is_refused() -> None:
-    with pytest.raises(UsageError, match="Turbo LoRA") as caught:
-        refuse_what_the_loader_skips(_pipeline(_fasth3=object()))
-    assert "--lora-path" in caught.value.what
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [({"lora_path": ["a", "b"]}, "names 2 adapters"), ({"lora_path": "a", "lora_backend": "distill"}, "distill")],
+)
+def test_adapters_that_the_host_would_load_otherwise_are_refused(flags: dict[str, object], what: str) -> None:
+    with pytest.raises(AdapterError, match=what):
+        _asked(SimpleNamespace(**flags))
+
+
+def test_the_hosts_flags_are_read_in_each_of_their_forms() -> None:
+    assert _asked(SimpleNamespace()) == (None, 1.0)
+    assert _asked(SimpleNamespace(lora_path=["a"], lora_scale=[0.5])) == ("a", 0.5)
+    assert _asked(SimpleNamespace(lora_path="a", lora_scale=0.25, lora_backend=LoRABackend.PEFT)) == ("a", 0.25)
 
 
 def test_an_adaln_sidecar_is_refused() -> None:

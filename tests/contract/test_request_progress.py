@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.host.progress import Progress
 
 
@@ -62,6 +64,43 @@ def test_a_request_is_busy_since_its_first_phase_until_idle(progress: Progress, 
     assert (written()["busy_since"], written()["started_at"]) == (1000.0, 1005.0)
     progress.phase("idle")
     assert written()["busy_since"] is None
+
+
+def test_a_clock_that_is_set_back_changes_no_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("H3_RUN_DIR", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    wall, timer = Clock(), Clock()
+    progress = Progress(wall, timer)
+    progress.begin("video_gen_1-abc")
+    progress.phase("denoising", steps=3)
+    for wall.now, timer.now in ((1010.0, 1010.0), (500.0, 1018.0), (508.0, 1026.0)):
+        progress.step_done()
+    assert (written()["seconds_per_step"], written()["time"]) == (8.0, 508.0)
+    progress.end()
+    ledger = run_state.read("ledger.json")
+    assert ledger is not None
+    assert (ledger["steps_s"], ledger["phases"]) == ([10.0, 8.0, 8.0], {"denoising": 26.0})
+
+
+def test_a_folder_that_cannot_be_written_costs_no_request_and_leaves_nothing_that_no_longer_holds(
+    progress: Progress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    progress.begin("video_gen_1-abc")
+    progress.phase("denoising", steps=3)
+
+    def full(*arguments: Any, **options: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        progress.step_done()
+        assert run_state.read(run_state.PROGRESS) is None
+        assert not JobWorker().stop("video_gen_1")
+        progress.end()
+    progress.phase("encoding text")
+    assert written()["phase"] == "encoding text"
+    assert JobWorker().stop("video_gen_1")
+    JobWorker().resume()
 
 
 def test_loading_tells_bytes_and_the_next_phase_forgets_them(progress: Progress) -> None:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +97,53 @@ class Snapshots:
 
 
 def of_ranks(snapshots: Any, build: Any, rank: int = 0, ranks: int = 1, vote: Any = bool) -> shared_base.BaseOfRanks:
-    return shared_base.BaseOfRanks(snapshots, rank, ranks, build, lambda text: None, vote)
+    return shared_base.BaseOfRanks(snapshots, rank, ranks, lambda write: build(), lambda text: None, vote)
+
+
+class Votes:
+    """Two ranks in two threads that vote together."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=30)
+        self._said: list[bool] = []
+
+    def __call__(self, mine: bool) -> bool:
+        self._said.append(mine)
+        self._barrier.wait()
+        answer = any(self._said[-2:])
+        self._barrier.wait()
+        return answer
+
+
+@pytest.mark.parametrize("disk", ["takes it", "refuses it"])
+def test_a_rank_without_the_text_encoder_waits_for_one_that_can_write_all_parts(
+    device: torch.device, tmp_path: Path, disk: str
+) -> None:
+    """The host gives the text encoder to the first replica alone, and the other one is at the lock sooner."""
+    votes, loads = Votes(), []
+
+    def start(rank: int, parts: tuple[str, ...]) -> Any:
+        if rank == 0:
+            time.sleep(0.5)
+
+        def load_checkpoint(write: bool) -> None:
+            loads.append((rank, write))
+            if write and disk == "takes it":
+                written(tmp_path, "int8", device)
+
+        base = shared_base.BaseOfRanks(Snapshots(tmp_path), rank, 2, load_checkpoint, lambda text: None, votes, parts)
+        return base.take()
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(start, 0, ("transformer", "text_encoder"))
+        second = pool.submit(start, 1, ("transformer",))
+        taken = [first.result(60), second.result(60)]
+    if disk == "takes it":
+        assert loads == [(0, True)] and [one.here for one in taken] == [True, False]
+        for one in taken:
+            one.base.close()
+    else:
+        assert sorted(loads) == [(0, True), (1, False)] and [one.base for one in taken] == [None, None]
 
 
 def test_a_base_is_built_once_and_a_damaged_one_is_built_anew(device: torch.device, tmp_path: Path) -> None:
@@ -204,6 +253,18 @@ def test_stages_come_back_from_the_base_where_it_has_their_bytes(device: torch.d
             got = denoise(dit, request, 2)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert keep_stages(pipeline, Settings(), None) is None
+
+
+def test_a_part_beside_the_dits_card_takes_no_turn() -> None:
+    """Role map two-resident: what is on the other card makes no room on this one. ``meta`` plays that card."""
+    parts = {"text_encoder": torch.nn.Linear(64, 64, device="meta")}
+    parts |= {name: torch.nn.Linear(64, 64) for name in ("transformer", "video_vae")}
+    entry = parts["text_encoder"].forward
+    cache = keep_stages(SimpleNamespace(**parts), Settings(resident="stage"), None)
+    assert cache is not None and cache.facts().keys() == {"dit", "vae"}
+    assert parts["text_encoder"].forward == entry
+    with cache.use("vae"):
+        assert cache.resident == ("vae",)
 
 
 def test_on_ascend_stages_that_take_turns_stay_in_nd() -> None:

@@ -2,115 +2,30 @@
 """Turbo adapters beside the plugin's layers: found by the host's names, added to the same base, gone without a trace.
 
 The host's own manager and its own loader of Turbo files do the work, on a pipeline that has a DiT and nothing else. The
-file is a synthetic one in the published layout; only the widths that the loader expects are changed to a tiny model's.
+file is a synthetic one in the published layout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
-from vllm_omni.diffusion.models.minimax_h3 import lora as host_lora
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 from vllm_omni.errors import OmniClientError
 from vllm_omni.lora.request import LoRARequest
 
-from tests.contract.dit_inputs import Latents, Weights, denoise, host_dit, precision_plan, random_weights
-from tests.contract.test_adaln_table import prepared
+from tests.contract.adapter_inputs import FUSED, BarePipeline, Served, same, serve
+from tests.contract.dit_inputs import Weights, random_weights
+from vllm_h3_plugin.checkpoint.adapter_layout import turbo_layers
 from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
-from vllm_h3_plugin.conditioning.store import Origin, TableStore
-from vllm_h3_plugin.conditioning.table import TableShape
-from vllm_h3_plugin.host import loading
-from vllm_h3_plugin.host.adaln import ADALN, AdalnTables
-from vllm_h3_plugin.host.adapters import AdaptersBesideTables, refuse_adapter_of_adaln
-from vllm_h3_plugin.host.fused_block import fuse
-from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
-from vllm_h3_plugin.host.standalone import build_dit, finish_loading
-from vllm_h3_plugin.host.step_kernels import choose_kernels
-from vllm_h3_plugin.quantization.contract import choose_backend
-from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
+from vllm_h3_plugin.checkpoint.synthetic.adapters import AdapterSpec, write_adapter
+from vllm_h3_plugin.host.adapters import CheckedAdapters, refuse_adapter_of_adaln
 
 CONFIG = tiny_dit(layers=2, refiner_layers=1, hidden=128, heads=4, head_dim=32, ffn=256)
-STEPS = 4
-NAME = "minimax_h3_fl2v_turbo_4step_v1.0_768p_bf16.safetensors"
-"""The one published name that both hosts serve."""
-RANK = 128
-TURBO = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "ff.net.0.proj", "ff.net.2")
-
-
-class BarePipeline(AdaptersBesideTables, host_pipeline.MiniMaxH3Pipeline):  # type: ignore[misc]
-    """What the host's LoRA manager needs of a pipeline."""
-
-    def __init__(self, dit: Any) -> None:
-        nn.Module.__init__(self)
-        self.partition = "fl2va"
-        self.transformer = dit
-        self._dit_modules = ["transformer"]
-        self._turbo_lora_specs: dict[int, Any] = {}
-        self._turbo_lora_adapter_ids: set[int] = set()
-        self._native_lora_adapter_ids: set[int] = set()
-        self._lora_sigma_schedules: dict[int, Any] = {}
-
-
-FUSED = ", fused"
-
-
-@dataclass(frozen=True)
-class Served:
-    """A DiT, and the clips that it made before it ever met an adapter."""
-
-    dit: Any
-    tables: AdalnTables | None
-    manager: DiffusionLoRAManager
-    before: dict[str, Latents]
-
-    def denoise(self, task: str) -> Latents:
-        return _denoise(self.dit, self.tables, task)
-
-    def adapter(self, path: Path | None, scale: float = 1.0) -> None:
-        request = None if path is None else LoRARequest(lora_name=path.name, lora_int_id=7, lora_path=str(path))
-        self.manager.set_active_adapter(request, scale)
-
-
-def _denoise(dit: Any, tables: AdalnTables | None, task: str) -> Latents:
-    request, schedule = prepared(task, torch.device("cpu"), STEPS)
-    if tables is not None:
-        tables.activate(schedule)
-    with torch.inference_mode():
-        return denoise(dit, request, STEPS)
-
-
-def serve(recipe: str, weights: Weights, device: torch.device) -> Served:
-    """A DiT of a recipe, with AdaLN resident for ``bf16`` and as a table for the others."""
-    tables = None
-    if recipe == "bf16":
-        dit: Any = host_dit(CONFIG, weights, device, recipe)
-    else:
-        precisions = precision_plan(recipe.removesuffix(FUSED), CONFIG)
-        backend = choose_backend(None, system_facts(device))[0]
-        quantization = H3QuantizationConfig(precisions, backend) if precisions.quantized else None
-        dit = build_dit(CONFIG, quantization, device, tables=True)
-        loading.load_dit(dit, weights, config=CONFIG, diffusers=False)
-        finish_loading(dit)
-        if recipe.endswith(FUSED):
-            assert fuse(dit, choose_kernels(device, backend)) is None
-        store = TableStore(
-            TableShape.of(CONFIG), Origin("w", {}), device=device, device_bytes=1 << 30, folder=None, disk_bytes=0
-        )
-        adaln = [(name, tensor) for name, tensor in weights.items() if ADALN in name]
-        embedder = {name: tensor for name, tensor in weights.items() if name.startswith("time_embedder.")}
-        tables = AdalnTables(dit, store, lambda progress: adaln, lambda: embedder)
-    before = {task: _denoise(dit, tables, task) for task in ("t2va", "fl2va")}
-    return Served(dit, tables, DiffusionLoRAManager(BarePipeline(dit), device, torch.bfloat16), before)
 
 
 @pytest.fixture(scope="module")
@@ -120,44 +35,14 @@ def weights() -> Weights:
 
 @pytest.fixture(scope="module")
 def servers(weights: Weights, device: torch.device) -> dict[str, Served]:
-    return {recipe: serve(recipe, weights, device) for recipe in ("bf16", "bf16-table", "fp8", "fp8" + FUSED)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _tiny_widths() -> Iterator[None]:
-    hidden, inner, ffn = CONFIG.hidden_size, CONFIG.num_attention_heads * CONFIG.attention_head_dim, 256
-    dims = {
-        **dict.fromkeys(TURBO[:3], (hidden, inner)),
-        "attn.to_out.0": (inner, hidden),
-        "ff.net.0.proj": (hidden, 2 * ffn),
-        "ff.net.2": (ffn, hidden),
-    }
-    blocks = ["transformer_blocks.0", "transformer_blocks.1", "token_refiner.refiner_blocks.0"]
-    with pytest.MonkeyPatch.context() as patch:
-        assert host_lora._TURBO_RANK == RANK and set(host_lora._TURBO_TARGET_DIMS) == set(dims)
-        patch.setattr(host_lora, "_TURBO_TARGET_DIMS", dims)
-        patch.setattr(host_lora, "_TURBO_EXPECTED_RAW_TARGETS", frozenset(f"{b}.{t}" for b in blocks for t in TURBO))
-        yield
+    recipes = ("bf16", "bf16-table", "fp8", "fp8" + FUSED)
+    return {recipe: serve(recipe, CONFIG, weights, device) for recipe in recipes}
 
 
 @pytest.fixture(scope="module")
-def turbo(tmp_path_factory: pytest.TempPathFactory, _tiny_widths: None) -> Path:
+def turbo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Turbo file whose low-rank part is about half as large as the base's."""
-    generator = torch.Generator().manual_seed(3)
-    tensors = {}
-    for target in host_lora._TURBO_EXPECTED_RAW_TARGETS:
-        wide, high = next(dims for suffix, dims in host_lora._TURBO_TARGET_DIMS.items() if target.endswith(suffix))
-        a = torch.randn(RANK, wide, generator=generator, dtype=torch.float32) / wide**0.5
-        b = torch.randn(high, RANK, generator=generator, dtype=torch.float32) * 0.5 / RANK**0.5
-        tensors[f"{target}.lora_A.default.weight"] = a.bfloat16()
-        tensors[f"{target}.lora_B.default.weight"] = b.bfloat16()
-    path = tmp_path_factory.mktemp("turbo") / NAME
-    save_file(tensors, path, {"key_format": "minimax-h3-diffusers", "alpha": "128"})
-    return path
-
-
-def same(one: Latents, other: Latents) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return write_adapter(tmp_path_factory.mktemp("turbo"), AdapterSpec("turbo", CONFIG, steps=4))
 
 
 @pytest.mark.parametrize("task", ["t2va", "fl2va"])
@@ -282,7 +167,7 @@ def test_an_adapter_of_what_the_table_holds_is_refused_with_the_way_out(
     server, path = servers[recipe], peft(tmp_path / "adapter", {**FC2, **BEHIND[kind]})
     server.adapter(None)
     name, way_out = next(iter(BEHIND[kind])), WAY_OUT[kind]
-    with pytest.raises(OmniClientError, match=rf"adapter .*{path.name} changes .*{name}.*{way_out}"):
+    with pytest.raises(OmniClientError, match=rf"adapter .*{path.name}.*{name}.*{way_out}"):
         server.manager.set_active_adapter(LoRARequest(lora_name="a", lora_int_id=9, lora_path=str(path)))
     assert server.manager.list_adapters() in ([], [7])
     assert same(server.denoise("t2va"), server.before["t2va"])
@@ -291,7 +176,7 @@ def test_an_adapter_of_what_the_table_holds_is_refused_with_the_way_out(
 def test_with_resident_adaln_the_same_adapter_takes_effect(
     weights: Weights, device: torch.device, tmp_path: Path
 ) -> None:
-    server = serve("bf16", weights, device)
+    server = serve("bf16", CONFIG, weights, device)
     server.adapter(peft(tmp_path / "adapter", BEHIND["adaln"]))
     assert not same(server.denoise("t2va"), server.before["t2va"])
 
@@ -299,8 +184,9 @@ def test_with_resident_adaln_the_same_adapter_takes_effect(
 def test_left_to_itself_the_host_would_say_nothing_of_the_embedder(
     weights: Weights, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = serve("bf16-table", weights, device)
+    server = serve("bf16-table", CONFIG, weights, device)
     monkeypatch.setattr(BarePipeline, "_has_tables", lambda self: False)
+    server.manager.pipeline.adapter_rules = None
     server.adapter(peft(tmp_path / "adapter", BEHIND["embedder"]))
     assert list(server.manager._lora_modules) == ["transformer.time_embedder.proj_out"]
     assert same(server.denoise("t2va"), server.before["t2va"])
@@ -337,11 +223,11 @@ def test_an_adapter_of_the_embedder_is_not_sent_to_resident_adaln(name: str) -> 
 
 
 def test_turbos_names_are_no_table_matter(turbo: Path) -> None:
-    refuse_adapter_of_adaln(turbo, [f"{name}.lora_A.default.weight" for name in host_lora._TURBO_EXPECTED_RAW_TARGETS])
+    refuse_adapter_of_adaln(turbo, [f"{name}.lora_A.default.weight" for name in turbo_layers(CONFIG)])
 
 
 def test_the_served_pipeline_refuses_them() -> None:
     from vllm_h3_plugin.host.pipeline import MiniMaxH3Pipeline
 
     order = MiniMaxH3Pipeline.__mro__
-    assert order.index(AdaptersBesideTables) < order.index(host_pipeline.MiniMaxH3Pipeline)
+    assert order.index(CheckedAdapters) < order.index(host_pipeline.MiniMaxH3Pipeline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 from vllm_omni.diffusion.models.minimax_h3 import time_request
 from vllm_omni.entrypoints.openai.protocol.videos import VideoGenerationRequest
+from vllm_omni.entrypoints.openai.utils import parse_lora_request
 from vllm_omni.errors import OmniClientError
 from vllm_omni.model_executor.models.minimax_h3 import preprocessing
 
@@ -131,7 +133,10 @@ def test_every_field_arrives_under_a_name_that_the_host_has() -> None:
     fields = request_fields(accepted, output=1)
     assert fields.keys() <= VideoGenerationRequest.model_fields.keys()
     request = generation_request(accepted, output=1)
-    assert (request.seed, request.num_outputs_per_prompt, request.num_inference_steps) == (6, 1, 8)
+    assert (request.seed, request.num_outputs_per_prompt, request.num_inference_steps) == (6, 1, 9 if OLD else 8)
+    pinned = replace(accepted, steps_pinned=True, lora=Lora("turbo", "/loras/turbo", 0.5, 77))
+    assert generation_request(pinned).num_inference_steps == 8, "0.28 counts a pinned schedule by its intervals too"
+    assert parse_lora_request(generation_request(pinned).lora)[0].lora_int_id == 77
     in_the_worker = {} if OLD else {"preencode_mp4": True}
     assert request.extra_params == {
         "task": "fl2va",
@@ -199,7 +204,7 @@ def test_the_budget_refuses_what_can_never_run(tmp_path: Path, monkeypatch: pyte
 
     guard = {"active": True, "floor_bytes": 1000, "hard_floor_bytes": 500, "retry_after_s": 30, "unified": True}
     guard |= {"checkpoint": "x", "task": None, "quantized": True, "streaming": True, "tables": False}
-    guard |= {"total_bytes": 1000 + 5000 + 64 * 64 * 130}
+    guard |= {"vision_fp32": False, "total_bytes": 1000 + 5000 + 64 * 64 * 130}
     monkeypatch.setattr(admission, "read_guards", lambda: [guard])
     monkeypatch.setattr(admission, "model_of", lambda *facts: Model())
     monkeypatch.setattr(
@@ -212,6 +217,28 @@ def test_the_budget_refuses_what_can_never_run(tmp_path: Path, monkeypatch: pyte
     assert isinstance(made, Accepted)
     misfit = fits(made)
     assert misfit is not None and misfit.frames == 124 and "fits" in misfit.fits
+
+
+def test_attention_in_few_bits_refuses_what_it_was_not_measured_on_before_anything_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("H3_RUN_DIR", str(tmp_path))
+
+    def verdict(**fields: Any) -> Any:
+        ask, faults = read([("prompt", "a kite"), *fields.items()])
+        return check(ask, server_limits(None), (), faults)
+
+    (tmp_path / "worker-0.json").write_text('{"rank": 0, "most_tokens": null}')
+    assert isinstance(verdict(size="1344x768", seconds=15), Accepted), "exact attention has no largest size"
+    (tmp_path / "worker-0.json").write_text('{"rank": 0, "most_tokens": 38000}')
+    assert isinstance(verdict(size="768x448", seconds=15), Accepted)
+    (fault,) = verdict(size="1344x768", seconds=8)
+    assert (fault.field, fault.code) == ("seconds", "invalid_value") and "38000 at most" in fault.why
+    assert fault.allowed == "1344x768 with up to 107 frames (4.5 s)"
+    nearest = verdict(size="1344x768", seconds=fault.nearest)
+    assert isinstance(nearest, Accepted) and nearest.frames == 107
+    (fault,) = verdict(size="1920x1088", seconds=4)
+    assert (fault.field, fault.nearest) == ("size", None) and fault.allowed.startswith("768x448 with up to 362 frames")
 
 
 def _body(request: Any) -> list[Any]:

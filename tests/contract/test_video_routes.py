@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -128,7 +129,9 @@ def test_create_poll_download_in_ranges_and_delete(tmp_path: Path) -> None:
             other = await client.get(content, headers={"Range": "bytes=100-", "If-Range": '"another"'})
             assert (other.status_code, other.content) == (200, CLIP)
             assert (await client.get(content, headers={"Range": "bytes=99999-"})).status_code == 416
-            assert (await client.get(content, headers={"If-None-Match": tag})).status_code == 304
+            for known in (tag, f'"another", {tag}', f"W/{tag}"):
+                assert (await client.get(content, headers={"If-None-Match": known})).status_code == 304
+            assert (await client.get(content, headers={"If-None-Match": '"another"'})).status_code == 200
             head = await client.head(content)
             assert (head.headers["content-length"], head.content) == (str(len(CLIP)), b"")
             assert (await client.get(content, params={"variant": "thumbnail"})).status_code == 400
@@ -274,6 +277,26 @@ def test_a_full_line_is_429_with_when_to_ask_again(tmp_path: Path, monkeypatch: 
     run(test)
 
 
+def test_records_that_cannot_be_used_are_503_at_every_route(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with video_app(tmp_path) as (_, client, _):
+            job = await ended(client, (await client.post("/v1/videos", data=FORM)).json()["id"])
+            other = sqlite3.connect(tmp_path / "h3" / "jobs.sqlite", isolation_level=None)
+            other.execute("DROP TABLE jobs")
+            one = f"/v1/videos/{job['id']}"
+            for method, path in (
+                ("POST", "/v1/videos"), ("POST", "/v1/videos/sync"), ("GET", "/v1/videos"), ("GET", one),
+                ("GET", f"{one}/content"), ("GET", f"{one}/events"), ("DELETE", one),
+            ):  # fmt: skip
+                answer = await client.request(method, path, data=FORM if method == "POST" else None)
+                assert answer.status_code == 503, (method, path, answer.text)
+                assert int(answer.headers["retry-after"]) > 0
+                assert "jobs.sqlite" in answer.json()["error"]["message"]
+            other.close()
+
+    run(test)
+
+
 def test_bad_forms_are_refused_before_there_is_a_job(tmp_path: Path) -> None:
     async def test() -> None:
         async with video_app(tmp_path) as (_, client, _):
@@ -311,6 +334,8 @@ def test_without_the_key_every_path_that_makes_lists_or_returns_clips_is_401(tmp
                 for headers in ({}, {"Authorization": "Bearer wrong"}):
                     answer = await client.request(method, path, headers=headers)
                     assert answer.status_code == 401, (method, path)
+            # The host's own lies outside of what a key guards, and leads to its chat.
+            assert (await client.post("/invocations", json={"messages": []})).status_code == 404
             assert handler.made == []
             allowed = await client.get("/v1/videos", headers={"Authorization": f"Bearer {KEY}"})
             assert allowed.status_code == 200
@@ -369,7 +394,13 @@ def test_health_is_503_once_the_worker_is_stuck_or_gone(tmp_path: Path, monkeypa
         monkeypatch.setenv("H3_RUN_DIR", str(tmp_path))
         state = {"phase": "denoising", "step": 3, "steps": 9, "seconds_per_step": 1.0, "time": 5.0, "busy_since": 1.0}
         (tmp_path / "progress.json").write_text(json.dumps(state))
-        reason = await Liveness(factor=20, phase_s=60, leave=False).look(None)
-        assert reason is not None and reason.startswith("step 4 of 9 has not moved")
+        now = [0.0]
+        told = Liveness(factor=20, phase_s=60, leave=False, clock=lambda: now[0])
+        # By the time in it, as after a clock was set, it has stood there for half a century.
+        assert await told.look(None) is None
+        now[0] = 121.0
+        assert (await told.look(None) or "").startswith("step 4 of 9 has not moved for 121 s")
+        (tmp_path / "progress.json").write_text(json.dumps({**state, "step": 4}))
+        assert await told.look(None) is None
 
     run(test)

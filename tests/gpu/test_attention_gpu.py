@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from vllm_h3_plugin.attention.device import cuda_chooser, cuda_low_bit, device_capability, device_facts, find_flash
 from vllm_h3_plugin.attention.exact import AttentionShape, Kernel, exact_kernels, valid_prefix
-from vllm_h3_plugin.attention.low_bit import means, quantize_heads
+from vllm_h3_plugin.attention.low_bit import fp8_support, means, quantize_heads
 from vllm_h3_plugin.attention.preference import NAMES
 from vllm_h3_plugin.errors import BackendError
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
@@ -63,14 +64,14 @@ def no_waiting_for_the_device() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def runs(name: str, q: torch.Tensor, k: torch.Tensor) -> Kernel | None:
-    """The kernel; None where this device cannot have it for a reason, which is printed."""
+def runs(name: str, q: torch.Tensor, k: torch.Tensor) -> Kernel:
+    """The kernel; the test is skipped, by name and with the reason, where this device cannot have it."""
     kernel = all_kernels()[name]
     support = kernel.supports(AttentionShape.of(q, k))
     if not support:
         assert support.reason
-        print(f"{name}: {support.reason}")
-    return kernel if support else None
+        pytest.skip(f"{name}: {support.reason}")
+    return kernel
 
 
 def test_torchs_own_kernels_and_cudnn_are_there() -> None:
@@ -84,8 +85,6 @@ def test_an_exact_kernel_agrees_with_fp32(name: str, rows: int, valid: int) -> N
     q, k, v = qkv(rows)
     k, v = valid_prefix(k, v, valid)
     kernel = runs(name, q, k)
-    if kernel is None:
-        return
     out = kernel.run(q, k, v, SCALE)
     assert out.shape == q.shape and out.dtype == torch.bfloat16
     assert relative(out, in_fp32(q, k, v)) < 0.006, "BF16 in, BF16 out: seen 0.002 to 0.004"
@@ -96,8 +95,6 @@ def test_an_exact_kernel_agrees_with_fp32(name: str, rows: int, valid: int) -> N
 def test_what_stands_in_pad_rows_reaches_no_token(name: str) -> None:
     q, k, v = qkv(192)
     kernel = runs(name, q, k)
-    if kernel is None:
-        return
     before = kernel.run(q, *valid_prefix(k, v, 130), SCALE)
     k[:, 130:], v[:, 130:], q[:, 130:] = float("nan"), float("inf"), float("nan")
     assert torch.equal(kernel.run(q, *valid_prefix(k, v, 130), SCALE)[:, :130], before[:, :130])
@@ -110,8 +107,6 @@ def test_extreme_values_come_out_right(name: str) -> None:
     k[:, 7] = 0
     v[:, 9] = 3e4
     kernel = runs(name, q, k)
-    if kernel is None:
-        return
     out, want = kernel.run(q, k, v, SCALE), in_fp32(q, k, v)
     assert out.isfinite().all()
     assert relative(out[:, 5], v.float().mean(1)) < 0.01
@@ -123,8 +118,6 @@ def test_extreme_values_come_out_right(name: str) -> None:
 def test_infinities_and_nan_are_not_hidden(name: str, value: float) -> None:
     q, k, v = qkv(256)
     kernel = runs(name, q, k)
-    if kernel is None:
-        return
     clean = kernel.run(q, k, v, SCALE)
     bad_value = v.clone()
     bad_value[0, 40, 2, 3] = value
@@ -140,13 +133,19 @@ def test_infinities_and_nan_are_not_hidden(name: str, value: float) -> None:
 
 
 def low_bit(precision: AttentionPrecision) -> Any:
-    """The kernel; None where it is refused, with the reason in the error."""
-    try:
-        return cuda_low_bit(precision, DEVICE)
-    except BackendError as error:
-        print(error)
-        assert f'"{precision.value}" cannot run here' in str(error) and '"exact"' in str(error)
-        return None
+    """The kernel. Skipped where this device or environment cannot have it; one that it has and that fails or computes
+    something wrong is refused with the same error, and that is a failure here."""
+    if precision is AttentionPrecision.FP8:
+        flash = find_flash(device_capability(DEVICE))
+        support = fp8_support(device_capability(DEVICE), flash.label if flash else None)
+        missing = "" if support else support.reason
+    else:
+        missing = "" if find_spec("sageattention") else "the package sageattention is not installed"
+    if missing:
+        with pytest.raises(BackendError, match=rf'"{precision.value}" cannot run here.*"exact"'):
+            cuda_low_bit(precision, DEVICE)
+        pytest.skip(f"{precision.value}: {missing}")
+    return cuda_low_bit(precision, DEVICE)
 
 
 BOUNDS = {AttentionPrecision.FP8: (0.075, 0.998), AttentionPrecision.INT8: (0.03, 0.9995)}
@@ -158,8 +157,6 @@ BOUNDS = {AttentionPrecision.FP8: (0.075, 0.998), AttentionPrecision.INT8: (0.03
 @pytest.mark.parametrize("offset", [0.0, 8.0])
 def test_few_bits_stay_near_fp32(precision: AttentionPrecision, rows: int, valid: int, offset: float) -> None:
     run = low_bit(precision)
-    if run is None:
-        return
     q, k, v = qkv(rows, seed=1)
     k = k + offset * torch.randn(HEADS, DIM, generator=torch.Generator("cuda").manual_seed(2), device="cuda").bfloat16()
     k, v = valid_prefix(k, v, valid)
@@ -176,8 +173,6 @@ def test_few_bits_stay_near_fp32(precision: AttentionPrecision, rows: int, valid
 @pytest.mark.parametrize("precision", BOUNDS, ids=lambda precision: precision.value)
 def test_few_bits_hide_no_nan(precision: AttentionPrecision) -> None:
     run = low_bit(precision)
-    if run is None:
-        return
     q, k, v = qkv(256)
     v = v.clone()
     v[0, 40, 2, 3] = float("nan")
@@ -187,8 +182,6 @@ def test_few_bits_hide_no_nan(precision: AttentionPrecision) -> None:
 
 def test_fp8_attention_of_zeros_is_zero() -> None:
     run = low_bit(AttentionPrecision.FP8)
-    if run is None:
-        return
     q, k, v = qkv(256)
     assert (run(q, k, torch.zeros_like(v), SCALE) == 0).all()
     assert relative(run(torch.zeros_like(q), k, v, SCALE)[:, :1], v.float().mean(1, keepdim=True)) < 0.2
@@ -255,8 +248,6 @@ def test_a_chosen_kernel_can_be_recorded_as_a_graph() -> None:
 
 def test_fp8_attention_asks_the_device_nothing() -> None:
     run = low_bit(AttentionPrecision.FP8)
-    if run is None:
-        return
     q, k, v = qkv(1024)
     run(q, k, v, SCALE)
     with no_waiting_for_the_device():
@@ -281,8 +272,8 @@ def test_the_hosts_dit_computes_the_same_with_the_plugins_attention(
     from vllm_h3_plugin.checkpoint.synthetic.spec import tiny_dit
     from vllm_h3_plugin.host.attention import install
 
-    if precision is not AttentionPrecision.EXACT and low_bit(precision) is None:
-        return
+    if precision is not AttentionPrecision.EXACT:
+        low_bit(precision)
     config = tiny_dit(layers=2, hidden=256, heads=2, head_dim=128, ffn=512)
     dit = host_dit(config, random_weights(config), host_device)
     request = make_request("t2va", host_device)

@@ -14,12 +14,14 @@ from vllm_h3_plugin.attention.qk_norm_rope import qk_norm_rope_
 from vllm_h3_plugin.attention.rotary import qk_norm_rope
 from vllm_h3_plugin.checkpoint.synthetic.spec import tiny_dit
 from vllm_h3_plugin.host import contracts, loading
+from vllm_h3_plugin.host.bench.step_models import RandomWeights, Request, build_plugin
 from vllm_h3_plugin.host.denoise_branch import MiniMaxH3DenoiseBranch
 from vllm_h3_plugin.host.fused_block import fuse
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.register import register
 from vllm_h3_plugin.host.standalone import build_dit, finish_loading, single_rank
 from vllm_h3_plugin.host.step_kernels import StepKernels, choose_kernels, composed
+from vllm_h3_plugin.memory.requests import RequestSize
 from vllm_h3_plugin.quantization import fused
 from vllm_h3_plugin.quantization.activation import QuantizedActivation
 from vllm_h3_plugin.quantization.cutlass_fp8 import CutlassFp8
@@ -201,3 +203,26 @@ def test_a_step_asks_the_device_nothing_and_leaves_nothing(plugin: Any, device: 
     assert torch.cuda.memory_allocated() == held
     plugin.forget_request()
     assert torch.cuda.memory_allocated() <= held
+
+
+def test_a_step_of_what_is_served_asks_the_device_nothing(device: torch.device) -> None:
+    """As above with AdaLN in a table and the plugin's attention, and with the inputs of the step."""
+    model = build_plugin(RandomWeights(CONFIG, device))
+    request = Request(model, RequestSize(256, 256, 22, text_tokens=60), device)
+
+    def step() -> None:
+        model.dit(**request.branch.forward_kwargs(**request.step))
+
+    with torch.inference_mode():
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(6):
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == held

@@ -14,7 +14,9 @@ import yaml
 from packaging.requirements import Requirement
 
 from vllm_h3_plugin.pins import load_pins
-from vllm_h3_plugin.serving.profile import profile_names
+from vllm_h3_plugin.placement import visible
+from vllm_h3_plugin.serving.cards import check_cards
+from vllm_h3_plugin.serving.profile import load_profile, profile_names
 from vllm_h3_plugin.settings import known_variables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -307,3 +309,35 @@ def test_an_ascend_role_has_as_many_cards_as_its_name_says() -> None:
             f"/dev/davinci{number}" for number in range(cards)
         ]
         assert service["profiles"] == [f"cards-{cards}"] and service["command"][0] == f"ascend-{cards}"
+
+
+def _container(service: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """Names in ``/dev`` and variables that a process of a service sees."""
+    nodes = [Path(path).name for path in service.get("devices", [])]
+    return ["null", "shm", *nodes], {name: value for name, value in service["environment"].items() if value}
+
+
+@pytest.mark.parametrize("cards", [1, 2, 4])
+def test_the_check_of_an_ascend_role_sees_its_cards(cards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses a start for which another number of cards is visible: without the devices, every start."""
+    everything = services("compose.ascend.yaml", {**SET, "ASCEND_CARD_0": "6"})
+    for name in (f"check-{cards}", f"server-{cards}"):
+        nodes, environ = _container(everything[name])
+        monkeypatch.setattr(visible, "device_nodes", lambda nodes=nodes: nodes)
+        profile = everything[name]["command"][0]
+        check_cards(load_profile(profile), profile, environ, "ascend")
+    assert everything[f"check-{cards}"]["devices"] == everything[f"server-{cards}"]["devices"]
+
+
+def test_two_cards_have_both_published_roles() -> None:
+    everything = services("compose.ascend.yaml", {**SET, "ASCEND_2_PROFILE": "ascend-2-resident"})
+    assert {everything[name]["command"][0] for name in ("check-2", "server-2")} == {"ascend-2-resident"}
+    assert load_profile("ascend-2-resident").devices == 2
+
+
+def test_the_check_of_a_spark_needs_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device that the engine adds is no node of the file; the server counts it itself."""
+    check = services("compose.yaml")["check"]
+    nodes, environ = _container(check)
+    monkeypatch.setattr(visible, "device_nodes", lambda: nodes)
+    check_cards(load_profile(check["command"][0]), check["command"][0], environ, "nvidia")

@@ -331,6 +331,26 @@ def test_ascend_has_its_own_file_and_role(
     assert argv[2:8] == ("--project-name", "vllm-h3-ascend", "--file", file, "--profile", "cards-4")
 
 
+@pytest.mark.parametrize(
+    ("cards", "env", "profile"),
+    [
+        (2, "", "ascend-2"),
+        (2, "ASCEND_2_PROFILE=ascend-2-resident", "ascend-2-resident"),
+        (4, "ASCEND_2_PROFILE=ascend-2-resident", "ascend-4"),
+        (None, "ASCEND_2_PROFILE=ascend-2-resident", "spark"),
+    ],
+)
+def test_the_machine_is_checked_for_the_role_that_compose_starts(
+    outside: MadeOutside, checkout: Path, cards: int | None, env: str, profile: str
+) -> None:
+    from vllm_h3_plugin.cli import up
+    from vllm_h3_plugin.kit.project import open_project
+
+    (checkout / ".env").write_text(f"{env}\n")
+    project = open_project(outside, checkout, cards=cards, engine="docker")
+    assert up._wanted(outside, project).expected.profile == profile
+
+
 def test_a_role_that_does_not_exist_is_refused(outside: MadeOutside, verb: Verb) -> None:
     ended = verb("up", "--cards", "3")
     assert ended.code == 2 and "1, 2 and 4 cards" in ended.err

@@ -19,6 +19,8 @@ from PIL import Image
 
 from tests.conftest import ENVIRONMENT
 from tests.server.forked import ForkedServer, start_import
+from vllm_h3_plugin.checkpoint.inventory import take_inventory
+from vllm_h3_plugin.checkpoint.synthetic.adapters import AdapterSpec, write_adapter
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -29,6 +31,8 @@ from vllm_h3_plugin.serving.server import Server, free_port
 FOLDER = Path(__file__).parent
 PREPARED_STEPS = 11
 READY_S = 420
+MOST_STEPS = 199
+"""Denoise steps that both hosts make; 0.30 makes 200."""
 """Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
 
 
@@ -223,6 +227,23 @@ def fl2va(checkpoint_of: Callable[..., Path]) -> Path:
 def ref2va(checkpoint_of: Callable[..., Path]) -> Path:
     """A tiny Ref2VA partition."""
     return checkpoint_of(partition="ref2va")
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory: pytest.TempPathFactory, fl2va: Path) -> Callable[..., Path]:
+    """An adapter for the tiny checkpoint, one for each set of options."""
+    dit = take_inventory(fl2va).partitions[0].dit
+    assert dit is not None
+    made: dict[tuple, Path] = {}
+
+    def make(kind: str, **options: object) -> Path:
+        key = (kind, *sorted(options.items()))
+        if key not in made:
+            spec = AdapterSpec(kind, dit, **options)  # type: ignore[arg-type]
+            made[key] = write_adapter(tmp_path_factory.mktemp(kind), spec)
+        return made[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")

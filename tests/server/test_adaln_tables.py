@@ -10,7 +10,6 @@ import threading
 from pathlib import Path
 
 from tests.server.conftest import PREPARED_STEPS, Running, request
-from vllm_h3_plugin.pins import HostPin
 
 BUILT = "rows are built from the weights on disk"
 
@@ -59,14 +58,13 @@ def test_clients_that_ask_at_once_for_one_new_schedule_cost_one_table(fp8: Runni
 
 
 def test_the_next_server_reads_tables_and_builds_none_but_what_it_was_told_to_prepare(
-    fp8: Running, fp8_again: Running, tmp_path: Path, host_pin: HostPin
+    fp8: Running, fp8_again: Running, tmp_path: Path
 ) -> None:
     # Before its first request: a phase that stayed would be a request that never moves, to whoever watches.
     assert fp8_again.info["progress"]["phase"] == "idle"
     built = lines(fp8_again, BUILT)
-    fewer = 0 if host_pin.name == "nvidia" else 1  # 0.28 runs one step fewer than it is asked for
-    assert [f"{PREPARED_STEPS - fewer} steps" in line for line in built] == [True]
-    assert len(lines(fp8_again, f"AdaLN table of {50 - fewer} steps, text read from")) == 1
+    assert [f"{PREPARED_STEPS} steps" in line for line in built] == [True]
+    assert len(lines(fp8_again, "AdaLN table of 50 steps, text read from")) == 1
     clip = fp8_again.make(request(), tmp_path / "again.mp4").read_bytes()
     fp8_again.make(request(steps=PREPARED_STEPS), tmp_path / "prepared.mp4")
     assert lines(fp8_again, BUILT) == built

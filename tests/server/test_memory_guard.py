@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import READY_S, Servers, request
+from tests.server.conftest import MOST_STEPS, READY_S, Servers, request
 from vllm_h3_plugin.errors import BusyError, ServerError
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, GIB
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_API_KEY": KEY,
 }
 PLENTY, LOW, CRITICAL = 100 * GIB, 6 * GIB, 2 * GIB
-LONG = request(steps=200, seed=5)
+LONG = request(steps=MOST_STEPS, seed=5)
 
 
 @dataclass

@@ -19,12 +19,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import Running, Servers, request
+from tests.server.conftest import MOST_STEPS, Running, Servers, request
 from tests.server.soak import BAD, ENDED, good, listed, rss, soak, stuck
 
 Record = Callable[[str, object], None]
 MOST_GROWTH = 1.05
-LONG = request(steps=200, seed=5, size=128)
+LONG = request(steps=MOST_STEPS, seed=5, size=128)
 
 Start = Callable[[], Running]
 
@@ -122,15 +122,16 @@ def test_kills_at_random_moments_lose_no_finished_clip_and_leave_no_job_stuck(
     now = running if _answers(running.url) else start()
     for place in range(times):
         with httpx.Client(base_url=now.url, timeout=60) as http:
-            for _ in range(8):
-                submitted.add(http.post("/v1/videos", data=good(rng).form()).json()["id"])
+            mine = {http.post("/v1/videos", data=good(rng).form()).json()["id"] for _ in range(8)}
+            submitted |= mine
             bad = http.post("/v1/videos", data={**good(rng).form(), **rng.choice(list(BAD.values()))})
             assert bad.status_code == 400
             until = time.monotonic() + rng.uniform(0, 4)
             while True:
                 # Finished is what a caller was told is finished.
                 finished |= {job["id"]: job["sha256"] for job in listed(http) if job["status"] == "completed"}
-                if time.monotonic() >= until:
+                # A machine that is fast makes all of them sooner.
+                if time.monotonic() >= until or len(mine - finished.keys()) <= 2:
                     break
                 time.sleep(0.05)
         os.killpg(now.server.pid, signal.SIGKILL)

@@ -28,12 +28,16 @@ from vllm_h3_plugin.quantization.fp8 import E4M3, E4M3_MAX
 from vllm_h3_plugin.quantization.recipe import AttentionPrecision
 
 MAX_TOKENS = {AttentionPrecision.FP8: 112_000, AttentionPrecision.INT8: 38_000}
-"""Packed rows of a request up to which attention in few bits is allowed: the largest clip that it was measured on
-(docs/RESULTS.md; FP8: 1344x768 with 362 frames, 109 184 rows, and room for a long prompt; INT8: 124 frames). Others
-report noise from INT8 attention near 160 000 tokens."""
+"""Packed rows of a request up to which attention in few bits is allowed. FP8: the largest clip that a whole step was
+measured on (docs/RESULTS.md: 1344x768 with 362 frames, 109 184 rows), and room for a long prompt. INT8: no step has
+been measured; the rows at which its kernel alone was compared with BF16's, on Gaussian numbers (38 016). Others report
+noise from INT8 attention near 160 000 tokens."""
 
 MEAN_ROWS = 1024
 """About as many rows are taken for the mean of the keys, evenly spread."""
+
+ALLOWED = "is allowed up to"
+"""Words of the refusal above :data:`MAX_TOKENS`, by which it is known again where a worker's error is only text."""
 
 SCALE_FLOOR = 2.0**-100
 """Smallest scale, so that a head of zeros divides by something."""

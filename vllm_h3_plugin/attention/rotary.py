@@ -50,11 +50,11 @@ def in_place_fault(device: torch.device) -> str | None:
     qk_norm_rope_(qkv, weights[0], weights[1], rope, eps, heads=heads)
     if not torch.equal(qkv[:, 2 * inner :], values):
         return "it changed the values"
-    worst = 0.0
     for i, part in _two(qkv, inner):
-        error = (part.view(rows, heads, HEAD_DIM).float() - want[i].float()).norm() / want[i].float().norm()
-        worst = max(worst, float(error))
-    return f"relative error {worst:.1e} to plain torch" if not worst < 1e-3 else None
+        error = float((part.view(rows, heads, HEAD_DIM).float() - want[i].float()).norm() / want[i].float().norm())
+        if not error < 1e-3:  # NaN is no error below anything
+            return f"relative error {error:.1e} to plain torch"
+    return None
 
 
 def _two(qkv: torch.Tensor, inner: int) -> list[tuple[int, torch.Tensor]]:

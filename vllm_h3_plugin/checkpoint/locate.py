@@ -32,6 +32,8 @@ ANY_TASK = "any"
 _DEPTH = 3
 _WIDTH = 1000
 _INDEX = "model_index.json"
+_FASTH3_V2 = ("fastvideo_inference.json", "modular_model_index.json")
+"""How the host tells it (vLLM-Omni 0.30.0 model_executor/models/minimax_h3/checkpoint.py:31)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ def locate(path: Path, task: str | None, log: FaultLog) -> tuple[Located, ...]:
         return ()
     if not path.is_dir():
         log.add("folder_missing", path, why="it is a file", fix=f"Give the folder instead: {path.parent}")
+        return ()
+    if any((path / marker).is_file() for marker in _FASTH3_V2):
+        log.add(
+            "fasth3_v2",
+            path,
+            why="it is FastH3 V2, a whole student with Video Sparse Attention: its compression gates mean something to "
+            "that kernel alone, and this plugin's attention is exact",
+            fix="Serve the base FL2VA checkpoint with the dense FastH3 v1 adapter (profile spark-fasth3, four steps) "
+            "or with an 8-step Turbo file (profile spark-turbo). The host without this plugin serves V2 on CUDA.",
+        )
         return ()
     if not (path / _INDEX).is_file():
         return _elsewhere(path, task, log)

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,17 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One weight file as it was when its header was read; tensors in the order of their bytes."""
+    """One weight file as it was when its header was read; tensors in the order of their bytes.
+
+    Attributes:
+        metadata: what its writer said of it, text by text.
+    """
 
     path: Path
     size: int
     mtime_ns: int
     tensors: tuple[TensorRecord, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def read_header(path: Path, log: FaultLog) -> ShardFile | None:
@@ -77,10 +83,10 @@ def read_header(path: Path, log: FaultLog) -> ShardFile | None:
     except OSError as exc:
         log.add("unreadable", path, why=exc.strerror or str(exc), fix=_READ_ACCESS)
         return None
-    records = _parse(path, raw, 8 + length, log)
-    if records is None or not _covers(path, records, 8 + length, stat.st_size, log):
+    parsed = _parse(path, raw, 8 + length, log)
+    if parsed is None or not _covers(path, parsed[0], 8 + length, stat.st_size, log):
         return None
-    return ShardFile(path, stat.st_size, stat.st_mtime_ns, tuple(records))
+    return ShardFile(path, stat.st_size, stat.st_mtime_ns, tuple(parsed[0]), parsed[1])
 
 
 def _plausible(path: Path, start: bytes, size: int, log: FaultLog) -> bool:
@@ -113,7 +119,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _parse(path: Path, raw: bytes, data_start: int, log: FaultLog) -> list[TensorRecord] | None:
+def _parse(path: Path, raw: bytes, data_start: int, log: FaultLog) -> tuple[list[TensorRecord], dict[str, str]] | None:
     try:
         entries = json.loads(raw, object_pairs_hook=_unique)
         if not isinstance(entries, dict):
@@ -121,7 +127,8 @@ def _parse(path: Path, raw: bytes, data_start: int, log: FaultLog) -> list[Tenso
     except ValueError as exc:
         log.add("header_malformed", path, why=f"its header is not what safetensors writes ({exc})")
         return None
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", None)
+    said = {str(key): str(value) for key, value in metadata.items()} if isinstance(metadata, dict) else {}
     records = []
     for name, entry in entries.items():
         try:
@@ -129,7 +136,7 @@ def _parse(path: Path, raw: bytes, data_start: int, log: FaultLog) -> list[Tenso
         except (ValueError, KeyError, TypeError) as exc:
             log.add("header_malformed", path, f"tensor {name}", why=f"its header entry cannot be right ({exc})")
             return None
-    return sorted(records, key=lambda record: (record.offset, record.nbytes))
+    return sorted(records, key=lambda record: (record.offset, record.nbytes)), said
 
 
 def _record(path: Path, name: str, entry: dict[str, Any], data_start: int) -> TensorRecord:

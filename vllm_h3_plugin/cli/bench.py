@@ -6,6 +6,7 @@ from __future__ import annotations
 import typer
 
 from vllm_h3_plugin.cli.bench_clip import clip
+from vllm_h3_plugin.cli.bench_decode import decode
 from vllm_h3_plugin.cli.bench_gemm import gemm
 from vllm_h3_plugin.cli.bench_load import load
 from vllm_h3_plugin.cli.bench_step import step
@@ -20,6 +21,7 @@ def bench() -> None:
     \b
     Examples:
       vllm-h3 bench step                       a denoise step beside its floor: minutes, on a GPU
+      vllm-h3 bench decode                     the video VAE, tiles in batches: minutes, on a GPU
       vllm-h3 bench gemm                       is every matrix multiplication served well?  a minute
       H3_REFERENCE=1 vllm-h3 bench load        a minute, without a GPU
       vllm-h3 bench load --true-width          real widths, 20 layers: 34 GB, and 16 GB beside it
@@ -28,5 +30,5 @@ def bench() -> None:
     """
 
 
-for verb in (load, gemm, step, clip):
+for verb in (load, gemm, step, decode, clip):
     app.command()(verb)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_h3_plugin.errors import H3Error
+from vllm_h3_plugin.errors import H3Error, one_line
 
 if TYPE_CHECKING:
     from vllm_h3_plugin.quantization.precision import Method
@@ -75,6 +75,8 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, True, check())
     except H3Error as exc:
         return Finding(name, False, f"{exc.what}: {exc.why}" if exc.why else exc.what, exc.fix)
+    except Exception as exc:  # noqa: BLE001 - a driver or a package may raise anything; the other checks still say something
+        return Finding(name, False, one_line(exc))
 
 
 def _settings() -> str:
@@ -146,7 +148,7 @@ def _attention() -> str:
 
     device = platform_device()
     if device.type != "cuda":
-        return f"torch's on the {device.type}"
+        return f"the host's own: the plugin chooses a kernel on CUDA, and this device is {device.type}"
     from vllm_h3_plugin.attention.device import device_capability, device_facts, find_flash
     from vllm_h3_plugin.attention.preference import availability, explain
 

@@ -21,6 +21,7 @@ INTERRUPTED = 130
 # with sub-commands. Order is the order in `--help`: from a checkpoint to a clip.
 VERBS: dict[str, tuple[str, str]] = {
     "synth": ("vllm_h3_plugin.cli.synth", "Write a small random checkpoint of the real layout."),
+    "synth-lora": ("vllm_h3_plugin.cli.synth_lora", "Write a random adapter (Turbo, FastH3, …) for a checkpoint."),
     "inspect": ("vllm_h3_plugin.cli.inspect", "Check a checkpoint's files before any weight is read."),
     "checksums": ("vllm_h3_plugin.cli.checksums", "Write or check the SHA-256 of every shard of a checkpoint."),
     "recipe": ("vllm_h3_plugin.cli.recipe", "Show what a precision recipe does to every linear layer."),

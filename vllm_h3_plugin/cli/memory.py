@@ -180,6 +180,7 @@ def _predict(
     from vllm_h3_plugin.memory.table import DEFAULT_STEPS, table_size
     from vllm_h3_plugin.memory.weights import predict_resident
     from vllm_h3_plugin.quantization.plan import plan
+    from vllm_h3_plugin.quantization.precision import Precision
     from vllm_h3_plugin.quantization.recipe import load_recipe
     from vllm_h3_plugin.settings import load
 
@@ -189,7 +190,9 @@ def _predict(
     def predict(wanted: RequestSize) -> Peak:
         new = resident.table is not None and (wanted.steps != DEFAULT_STEPS or bool(wanted.roles))
         table = table_size(shapes.dit, wanted.steps, wanted.roles) if new else None
-        return predict_peak(shapes, wanted, quantized=bool(precision.quantized), new_table=table, tp=tp)
+        wide = precision.vision is Precision.FP32
+        quantized = bool(precision.quantized)
+        return predict_peak(shapes, wanted, quantized=quantized, vision_fp32=wide, new_table=table, tp=tp)
 
     floor = load().memory_floor_gib
     fits = {

@@ -94,8 +94,9 @@ def show(
         absent = sorted(set(_VAES) - {vae.label for vae in vaes})
         notes += [f"{name} has no readable weights (see `vllm-h3 inspect`) and is not counted." for name in absent]
     linears = linear_layers(dit, text)
-    layers = linear_weights(plan(chosen, linears), linears)
-    weights = [*layers, *other_weights(dit, text), *vaes]
+    given = plan(chosen, linears)
+    layers = linear_weights(given, linears)
+    weights = [*layers, *other_weights(dit, text, given.vision), *vaes]
     unit, size = ("GiB", GIB) if total_of(weights).nbytes >= GIB else ("MiB", 2**20)
     table = default_table(chosen, dit)
     if table is not None:

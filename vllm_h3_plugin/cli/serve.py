@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from vllm_h3_plugin.errors import SettingsError, UsageError
+from vllm_h3_plugin.errors import AdapterError, SettingsError, UsageError
 
 if TYPE_CHECKING:
     from vllm_h3_plugin.checkpoint.inventory import Inventory
@@ -35,6 +35,9 @@ def serve(
     attention: str | None = typer.Option(None, help="Attention backend by name. [default: the platform's choice]"),
     resident: str | None = typer.Option(
         None, help="Weights on the device between stages: all, or stage (those of the one that runs). [default: all]"
+    ),
+    lora: Path | None = typer.Option(
+        None, help="Adapter to load at start: a Turbo, FlashGen, PEFT or FastH3 file or folder. [default: H3_LORA]"
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the command, start nothing."),
     as_json: bool = typer.Option(False, "--json", help="End with one JSON line."),
@@ -65,6 +68,7 @@ def serve(
             "executor": executor,
             "attention": attention,
             "resident": resident,
+            "lora": lora,
         },
     )
     _check_licence(profile)
@@ -114,6 +118,8 @@ def _profile(target: str, flags: dict[str, object]) -> tuple[str, Profile]:
     chosen = {key: value for key, value in flags.items() if value is not None}
     if values.recipe is not None:
         chosen.setdefault("recipe", values.recipe)
+    if values.lora is not None:
+        chosen.setdefault("lora", values.lora)
     if values.resident == "stage":
         chosen.setdefault("resident", "stage")
     if values.reference:
@@ -156,10 +162,39 @@ def check_before_start(profile: Profile, name: str = "") -> Path:
     for partition in inventory.partitions:
         assert partition.dit is not None and partition.text is not None  # the inventory is clean
         plan(load_recipe(profile.recipe), linear_layers(partition.dit, partition.text))
+    _check_adapter(profile, name, inventory)
     for line in check_room_on_cards(profile, inventory):
         stderr().print(line, markup=False)
     _check_settings(inventory)
     return checkpoint
+
+
+def _check_adapter(profile: Profile, name: str, inventory: Inventory) -> None:
+    """The adapter that is to be loaded at start, against the model and the recipe.
+
+    Raises:
+        AdapterError: there is none and the profile is for one, it is of another kind, or it does not fit.
+    """
+    from vllm_h3_plugin.quantization.recipe import Adaln, load_recipe
+    from vllm_h3_plugin.serving.adapters import AdapterRules
+
+    who = f"profile {name}" if name else "this profile"
+    if profile.lora is None:
+        if profile.adapter is not None:
+            raise AdapterError(
+                f"{who} needs a {profile.adapter} adapter and none was named",
+                why="its steps are those of that adapter; with the base model alone they give noise",
+                fix="Name it: `vllm-h3 serve PROFILE --lora PATH`, or H3_LORA=PATH.",
+            )
+        return
+    rules = AdapterRules.of(inventory, tables=load_recipe(profile.recipe).adaln is Adaln.TABLE)
+    found = rules.check(Path(os.path.abspath(profile.lora)), at_start=True)
+    if profile.adapter not in (None, found.kind):
+        raise AdapterError(
+            f"adapter {found.path}",
+            why=f"it is a {found.kind} adapter, and {who} is for {profile.adapter}",
+            fix="Name another adapter, or another profile.",
+        )
 
 
 def _check_settings(inventory: Inventory) -> None:

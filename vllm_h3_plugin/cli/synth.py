@@ -30,6 +30,14 @@ class LayoutChoice(StrEnum):
     DIFFUSERS = "diffusers"
 
 
+class VideoVaeChoice(StrEnum):
+    """What makes pictures of latents."""
+
+    CODEC = "codec"
+    TINY = "tiny"
+    TRUE = "true"
+
+
 def parse_size(text: str) -> int:
     """``5GB``, ``512 MiB`` or ``1000000`` -> bytes.
 
@@ -76,6 +84,13 @@ def synth(
     shard_size: Annotated[
         str | None, typer.Option(help="Largest shard, e.g. 2MB.", show_default="5GB, and at least two shards")
     ] = None,
+    video_vae: Annotated[
+        VideoVaeChoice,
+        typer.Option(
+            help="codec: a small one, whose clips look like something. tiny, true: the released network, narrow or of "
+            "real width (10 GB), with random weights, so that clips are noise; it needs diffusers when it is served."
+        ),
+    ] = VideoVaeChoice.CODEC,
     seed: Annotated[int, typer.Option(help="Same seed and options, same bytes.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line on stdout.")] = False,
 ) -> None:
@@ -89,14 +104,17 @@ def synth(
       vllm-h3 synth /tmp/h3                          14 MB, for a laptop
       vllm-h3 synth /tmp/h3 --partition both         both partitions below one root
       vllm-h3 synth /tmp/h3w --true-width --layers 4 9 GB, real GEMM shapes for a GPU
+      vllm-h3 synth /tmp/h3v --video-vae true        10 GB, decoding as long as the real one
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from vllm_h3_plugin.checkpoint.synthetic import (
         SynthSpec,
+        VitVae,
         planned_bytes,
         tiny_dit,
         tiny_text,
+        tiny_vit,
         true_width_text,
         write_checkpoint,
     )
@@ -123,6 +141,7 @@ def synth(
         outliers=outliers,
         shard_bytes=None if shard_size is None else parse_size(shard_size),
         seed=seed,
+        video_vae={VideoVaeChoice.TINY: tiny_vit(), VideoVaeChoice.TRUE: VitVae()}.get(video_vae),
     )
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=stderr(), transient=True) as bar:

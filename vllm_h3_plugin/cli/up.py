@@ -115,8 +115,17 @@ def _wanted(outside: Outside, project: Project) -> Wanted:
     machine = outside.machine
     beside = project.folder / ".env"
     env_path = project.env_file or (beside if machine.exists(beside) else None)
-    profile = None if project.cards is None else f"ascend-{project.cards}"
-    return resolve(machine, Flags(profile=profile, env_path=env_path))
+    return resolve(machine, Flags(profile=_role(outside, project), env_path=env_path))
+
+
+def _role(outside: Outside, project: Project) -> str | None:
+    """The profile that compose.ascend.yaml starts for these cards; None on a Spark, whose file has its own variable."""
+    from vllm_h3_plugin.kit.project import variable
+
+    if project.cards is None:
+        return None
+    chosen = variable(outside, project, "ASCEND_2_PROFILE") if project.cards == 2 else ""
+    return chosen or f"ascend-{project.cards}"
 
 
 def _preflight(outside: Outside, wanted: Wanted, project: Project, line: Line) -> None:

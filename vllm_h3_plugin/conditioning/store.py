@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -144,7 +145,8 @@ class TableStore:
             logger.warning("AdaLN table %s is not used and will be built again: %s", path, exc)
             return None
         with suppress(OSError):
-            os.utime(path)
+            # Its time of change stays: another rank that is reading the file takes a new one for a change of the file.
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         logger.info("AdaLN table of %s read from %s", schedule.label, path)
         return AdalnTable(self._shape, schedule, values)
 
@@ -211,7 +213,7 @@ class TableStore:
             self._tables.popitem(last=False)
 
     def _bound_disk(self, newest: Path) -> None:
-        files = sorted(newest.parent.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+        files = sorted(newest.parent.glob("*.safetensors"), key=_last_use)
         total = sum(path.stat().st_size for path in files)
         for path in files:
             if total <= self._disk_bytes or path == newest:
@@ -220,6 +222,11 @@ class TableStore:
             path.unlink(missing_ok=True)
             path.with_suffix(".lock").unlink(missing_ok=True)
             logger.info("AdaLN table %s removed: the least recently used beyond H3_ADALN_DISK_GIB", path.name)
+
+
+def _last_use(path: Path) -> int:
+    stat = path.stat()
+    return max(stat.st_atime_ns, stat.st_mtime_ns)
 
 
 def _usable(folder: Path) -> Path | None:

@@ -34,9 +34,11 @@ from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.errors import BusyError, H3Error
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.asked import Asked, Model, read, table_room
+from vllm_h3_plugin.host.video_body import BadBody, bounded
 from vllm_h3_plugin.memory.guard import Refuse, Thresholds, decide
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, mem_available
 from vllm_h3_plugin.memory.weights import shapes_of
+from vllm_h3_plugin.serving.rules.fault import HTTP_STATUS, error_body
 
 logger = init_logger(__name__)
 
@@ -45,6 +47,9 @@ PATHS = frozenset({"/v1/videos", "/v1/videos/sync", "/v1/chat/completions"})
 
 GUARD_PATTERN = "guard-*.json"
 """What the workers' :class:`~vllm_h3_plugin.host.memory_watch.MemoryWatch` leave in ``H3_RUN_DIR``."""
+
+FACTS = ("checkpoint", "task", "quantized", "streaming", "unified", "tables", "vision_fp32")
+"""Of them, what :func:`model_of` is given, in its order."""
 
 _SPOOL_BYTES = 8 << 20
 _CHUNK_BYTES = 1 << 20
@@ -75,8 +80,15 @@ class Admission:
         guards = [guard for guard in read_guards() if guard["active"]]
         if not guards:
             return await self.app(scope, receive, send)
-        with Body(receive) as body:
-            asked = await read_request(Request(scope, body.receive))
+        try:
+            within = bounded(Request(scope, receive))
+        except BadBody as exc:
+            return await refused(exc)(scope, receive, send)
+        with Body(within) as body:
+            try:
+                asked = await read_request(Request(scope, body.receive))
+            except BadBody as exc:
+                return await refused(exc)(scope, receive, send)
             error = await run_in_threadpool(refusal, asked, guards) if asked is not None else None
             if error is None:
                 return await self.app(scope, body.replay(), send)
@@ -159,8 +171,7 @@ def read_guards() -> list[dict[str, Any]]:
 def refusal(asked: Asked, guards: list[dict[str, Any]]) -> BusyError | None:
     """Why a request may not run now; None if it may. Every worker must have room for it."""
     for guard in guards:
-        facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
-        model = model_of(*facts)
+        model = model_of(*(guard[name] for name in FACTS))
         if model is None:
             return None
         thresholds = Thresholds(guard["floor_bytes"], guard["hard_floor_bytes"], guard["retry_after_s"])
@@ -182,7 +193,13 @@ def available(guard: Mapping[str, Any]) -> int:
 
 @functools.cache
 def model_of(
-    checkpoint: str, task: str | None, quantized: bool, streaming: bool, unified: bool, tables: bool
+    checkpoint: str,
+    task: str | None,
+    quantized: bool,
+    streaming: bool,
+    unified: bool,
+    tables: bool,
+    vision_fp32: bool,
 ) -> Model | None:
     """The model that the workers serve; None, said once, if its headers can no longer be read."""
     try:
@@ -190,7 +207,13 @@ def model_of(
     except H3Error as exc:
         logger.error("requests are not held against the memory any more: %s", exc)
         return None
-    return Model(shapes, quantized, streaming, unified, table_room(shapes, settings.load()) if tables else None)
+    room = table_room(shapes, settings.load()) if tables else None
+    return Model(shapes, quantized, streaming, unified, room, vision_fp32)
+
+
+def refused(error: BadBody) -> JSONResponse:
+    """The answer to a body that is too large: it is read here first, and must fill neither memory nor disk."""
+    return JSONResponse(error_body([error.fault]), HTTP_STATUS)
 
 
 def answer(error: BusyError) -> JSONResponse:

@@ -87,6 +87,7 @@ class Model:
         streaming_decode: whether frames are decoded into uint8 as they come (0.30).
         unified: whether host memory counts too.
         tables: room for AdaLN tables of other schedules; None where AdaLN is resident.
+        vision_fp32: whether the vision tower computes in FP32.
     """
 
     shapes: ModelShapes
@@ -94,6 +95,7 @@ class Model:
     streaming_decode: bool
     unified: bool
     tables: TableRoom | None = None
+    vision_fp32: bool = False
 
     def forecast(self, asked: Asked) -> dict[str, int]:
         """Phase -> bytes that the request takes beyond what is resident.
@@ -134,7 +136,11 @@ class Model:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"quantized": self.quantized, "streaming_decode": self.streaming_decode}
+        return {
+            "quantized": self.quantized,
+            "streaming_decode": self.streaming_decode,
+            "vision_fp32": self.vision_fp32,
+        }
 
     def _phases(self, size: RequestSize) -> dict[str, int]:
         phases = predict_peak(self.shapes, size, **self._options).phases

@@ -147,16 +147,16 @@ class EncodesClips:
             self._clips = []
         return output
 
-    def _recording(self, audio: torch.Tensor, height: int, width: int, frames: int) -> _Recording:
+    def _recording(self, audio: torch.Tensor, height: int, width: int, frames: int) -> Recording:
         encoder = None
         if self._encoder is not None:
             samples = audio.detach().float().cpu().numpy()
             sound = Sound(samples.reshape(-1, samples.shape[-1]), host_pipeline.MINIMAX_H3_AUDIO_SAMPLE_RATE)
             clip = ClipFormat(width, height, FPS, frames, sound)
             encoder = ClipEncoder(clip, self._encoder, stopped=self._cancel.asked)
-        return _Recording(encoder, height, width)
+        return Recording(encoder, height, width)
 
-    def _finished(self, recording: _Recording) -> bytes:
+    def _finished(self, recording: Recording) -> bytes:
         self._progress.phase(ENCODING_VIDEO)
         data, failure = b"", None
         try:
@@ -170,14 +170,14 @@ class EncodesClips:
         return data
 
 
-class _Recording:
+class Recording:
     """The frames of one clip on their way to its encoder, if this rank has one."""
 
     def __init__(self, encoder: ClipEncoder | None, height: int, width: int) -> None:
         self._encoder = encoder
         self._size = (height, width)
 
-    def __enter__(self) -> _Recording:
+    def __enter__(self) -> Recording:
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -17,7 +17,7 @@ from vllm_h3_plugin.checkpoint.layout import DitConfig, TextEncoderConfig, dit_t
 from vllm_h3_plugin.checkpoint.loader import LoadReport
 from vllm_h3_plugin.checkpoint.synthetic.spec import tiny_dit, tiny_text
 from vllm_h3_plugin.conditioning.schedule import Roles, schedule
-from vllm_h3_plugin.errors import H3Error
+from vllm_h3_plugin.errors import H3Error, one_line
 from vllm_h3_plugin.host import loading
 from vllm_h3_plugin.host.adaln import ADALN, LayerProjections
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
@@ -225,4 +225,6 @@ def run_contracts() -> list[Outcome]:
                 outcomes.append(Outcome(contract.__name__, True, contract(device)))
             except H3Error as exc:
                 outcomes.append(Outcome(contract.__name__, False, str(exc)))
+            except Exception as exc:  # noqa: BLE001 - an operator that a device lacks raises what it likes
+                outcomes.append(Outcome(contract.__name__, False, one_line(exc)))
     return outcomes

@@ -93,8 +93,11 @@ class MiniMaxH3DiTModel(HostDiT):  # type: ignore[valid-type,misc]  # the host's
             self._running = self.time_embedder.known_timesteps = None
 
     def forget_request(self) -> None:
-        """Drop what is kept of the last request."""
+        """Drop what is kept of the last request, also what a block that a cache then left out was begun with."""
         self._request = None
+        for block in self.blocks:
+            if isinstance(block, MiniMaxH3DiTBlock):
+                block.forget()
 
     def _embed(
         self,

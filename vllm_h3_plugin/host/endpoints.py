@@ -21,7 +21,7 @@ from starlette.datastructures import State
 from starlette.responses import JSONResponse
 
 from vllm_h3_plugin import __version__, settings
-from vllm_h3_plugin.errors import ServerError
+from vllm_h3_plugin.errors import H3Error, ServerError
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.in_flight import InFlight
 from vllm_h3_plugin.host.job_metrics import host_metrics
@@ -30,7 +30,7 @@ from vllm_h3_plugin.host.liveness import HealthRoute, Liveness, leave
 from vllm_h3_plugin.host.page_routes import page_router
 from vllm_h3_plugin.host.video_accept import accepting
 from vllm_h3_plugin.host.video_request import server_limits
-from vllm_h3_plugin.host.video_routes import forget_shadowed, video_router
+from vllm_h3_plugin.host.video_routes import answer_error, forget_shadowed, video_router
 from vllm_h3_plugin.quantization.footprint import GIB
 from vllm_h3_plugin.serving import provenance
 from vllm_h3_plugin.serving.jobs.retention import Retention
@@ -76,6 +76,7 @@ class H3Endpoints:
         body = request_body(server_limits(None))
         app.include_router(video_router(service, accepting(ReferencePolicy.of(values)), body))
         app.include_router(page_router())
+        app.add_exception_handler(H3Error, answer_error)
         # Before the host adds authentication, and therefore behind it.
         app.add_middleware(admission.Admission)
         app.add_middleware(InFlight)
@@ -105,13 +106,15 @@ def _with_jobs(
         storage = ServerSettings().storage
         ttl = values.clip_ttl_s if values.clip_ttl_s is not None else storage.file_ttl
         quota = None if values.clip_quota_gib is None else int(values.clip_quota_gib * GIB)
-        rules = Rules(values.max_queue, deadline_s, Retention(ttl, quota))
+        rules = Rules(
+            values.max_queue, deadline_s, fixed=values.job_timeout_s is not None, retention=Retention(ttl, quota)
+        )
         jobs = JobService(Path(storage.path).resolve(), JobWorker(), rules, host_metrics())
         # Not earlier: the host adds its routes after it has attached plugins.
         forget_shadowed(app)
         await jobs.start()
         app.state.h3_jobs = jobs
-        watch = asyncio.create_task(liveness.watch(lambda: getattr(app.state, "engine_client", None)))
+        watch = asyncio.create_task(liveness.watch(lambda: getattr(app.state, "engine_client", None), jobs.leave))
         try:
             async with inner(app) as state:
                 yield state

@@ -110,6 +110,10 @@ class MiniMaxH3DiTBlock(HostBlock):  # type: ignore[valid-type,misc]  # the host
         following._begun = Begun(x, t_emb, combined_indices, modulation, activation)
         return x
 
+    def forget(self) -> None:
+        """Let go of what the block before has begun: rows of a request that may have ended."""
+        self._begun = None
+
     def _begin(self, kernels: StepKernels, x: torch.Tensor, t_emb: torch.Tensor, index: torch.Tensor) -> Begun:
         modulation = self.adaln_proj(t_emb)
         activation = kernels.fused.norm_modulate(

@@ -66,9 +66,13 @@ def plain_weights(backend: QuantBackend | None, settings: Settings) -> None:
 
 
 def keep_stages(pipeline: Any, settings: Settings, base: SharedBase | None) -> HotCache | None:
-    """Put the pipeline's parts into a cache and wrap their entry points; None under ``resident = "all"``."""
+    """Put the pipeline's parts into a cache and wrap their entry points; None under ``resident = "all"``.
+
+    What lies beside the DiT's card (a role map's, ``host/placed_parts.py``) takes no room there and stays.
+    """
     if settings.resident == "all":
         return None
+    card = next(pipeline.transformer.parameters()).device
     budget = None if settings.resident_gib is None else int(settings.resident_gib * 2**30)
     cache = HotCache(ORDER, budget)
     for stage in ORDER:
@@ -78,7 +82,10 @@ def keep_stages(pipeline: Any, settings: Settings, base: SharedBase | None) -> H
             for name, module in modules.items()
             if module is not None
             for label, tensor in (*module.named_parameters(), *module.named_buffers())
+            if tensor.device == card
         }
+        if not tensors:
+            continue
         made = cache.add(stage, tensors, lambda label, data: _source(base, label, data))
         logger.info("H3 stage %s: %.2f GiB", stage, made.nbytes / 2**30)
         for module in filter(None, modules.values()):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from vllm_h3_plugin.host import cancel, run_state
@@ -28,20 +29,25 @@ class JobWorker:
         return {name: value for name, value in (found or {}).items() if name != "request"}
 
     def stop(self, job_id: str) -> bool:
-        """Leave the job's id where every rank looks between its steps. False: there is no run folder to leave it in."""
+        """Leave the job's id where every rank looks between its steps. False: there is no run folder to leave it in, or
+        no room."""
         path = cancel.flag()
         if path is None:
             return False
         temporary = path.with_name(f".{path.name}")
-        temporary.write_text(job_id, encoding="utf-8")
-        temporary.replace(path)
+        try:
+            temporary.write_text(job_id, encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            return False
         return True
 
     def resume(self) -> None:
         """Take it away again."""
         path = cancel.flag()
         if path is not None:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def explain(self, error: Exception) -> Failure:
         """See :func:`~vllm_h3_plugin.host.video_order.explain`."""

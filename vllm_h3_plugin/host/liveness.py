@@ -18,7 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_h3_plugin.host import run_state
-from vllm_h3_plugin.serving.jobs.liveness import stuck
+from vllm_h3_plugin.serving.jobs.liveness import move, stuck
 
 logger = init_logger(__name__)
 
@@ -32,13 +32,25 @@ _GRACE_S = 20.0
 class Liveness:
     """What is known of the worker's life. One for each app."""
 
-    def __init__(self, *, factor: float, phase_s: float, leave: bool, end: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        factor: float,
+        phase_s: float,
+        leave: bool,
+        end: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """
         Args:
             factor, phase_s: see :func:`~vllm_h3_plugin.serving.jobs.liveness.stuck`.
             leave: end the process once the worker is stuck or gone.
             end: how.
+            clock: seconds that nobody sets.
         """
+        self._clock = clock
+        self._last: tuple[Any, ...] = ()
+        self._last_at = clock()
         self.fault: str | None = None
         self._leaving = False
         self._factor = factor
@@ -46,12 +58,21 @@ class Liveness:
         self._leave = leave
         self._end = end or end_process
 
-    async def watch(self, engine: Callable[[], Any]) -> None:
-        """Look every two seconds until the fault is there, or for ever."""
-        self._expect_the_end(engine())
+    async def watch(self, engine: Callable[[], Any], leaving: Callable[[], Any] | None = None) -> None:
+        """Look every two seconds until the fault is there, or for ever.
+
+        Args:
+            leaving: a coroutine function, run in this loop once the engine is told to end.
+        """
+        self._expect_the_end(engine(), asyncio.get_running_loop(), leaving)
         while self.fault is None:
             await asyncio.sleep(_LOOK_S)
-            fault = await self.look(engine())
+            try:
+                fault = await self.look(engine())
+            except Exception:
+                # One look that fails must not be the last one.
+                logger.exception("event=look_failed")
+                continue
             if self._leaving:
                 return
             self.fault = fault
@@ -59,7 +80,7 @@ class Liveness:
         if self._leave:
             self._end()
 
-    def _expect_the_end(self, engine: Any) -> None:
+    def _expect_the_end(self, engine: Any, loop: asyncio.AbstractEventLoop, leaving: Callable[[], Any] | None) -> None:
         """An engine that is told to end is no fault. The host does that before it tells the app (launcher.py)."""
         shutdown = getattr(engine, "shutdown", None)
         if shutdown is None:
@@ -67,6 +88,9 @@ class Liveness:
 
         def told(*args: Any, **kwargs: Any) -> Any:
             self._leaving = True
+            if leaving is not None and not loop.is_closed():
+                # The host calls this in a thread of its own.
+                asyncio.run_coroutine_threadsafe(leaving(), loop)
             return shutdown(*args, **kwargs)
 
         engine.shutdown = told
@@ -79,7 +103,10 @@ class Liveness:
             except EngineDeadError as exc:
                 return f"the worker is gone: {exc or 'the engine is dead'}"
         worker = await asyncio.to_thread(run_state.read, run_state.PROGRESS)
-        return stuck(worker, time.time(), factor=self._factor, phase_s=self._phase_s)
+        seen, now = move(worker), self._clock()
+        if seen != self._last:
+            self._last, self._last_at = seen, now
+        return stuck(worker, now - self._last_at, factor=self._factor, phase_s=self._phase_s)
 
 
 class HealthRoute:

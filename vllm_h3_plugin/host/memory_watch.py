@@ -32,6 +32,7 @@ from vllm_h3_plugin.memory.system import GIB, MemorySystem, guard_active, probe
 from vllm_h3_plugin.memory.table import keeps_table
 from vllm_h3_plugin.memory.weights import shapes_of
 from vllm_h3_plugin.pins import installed_host
+from vllm_h3_plugin.quantization.precision import Precision
 
 if TYPE_CHECKING:
     from vllm_h3_plugin.host.session import Session
@@ -64,7 +65,7 @@ class MemoryWatch:
             files: the checkpoint's own files, whose page cache may be dropped.
             agree: whether any rank of the model says yes; asked by every rank at once. None: there is one rank.
             model: what the API server needs to predict a request: ``checkpoint``, ``task``, ``quantized``,
-                ``streaming``, ``tables``.
+                ``streaming``, ``tables``, ``vision_fp32``.
             forecaster: predicts a request in this worker.
             sample_s: seconds between two looks.
         """
@@ -102,6 +103,7 @@ class MemoryWatch:
         system = probe(device.type, reference=values.reference, run_dir=values.run_dir)
         quantized, streaming = bool(session.plan.quantized), installed_host().vllm_omni != "0.28.0"
         shapes, tables = shapes_of(inventory), keeps_table(session.plan.recipe)
+        vision_fp32 = session.plan.vision is Precision.FP32
         watch = cls(
             system,
             Thresholds.from_settings(values),
@@ -115,9 +117,15 @@ class MemoryWatch:
                 "quantized": quantized,
                 "streaming": streaming,
                 "tables": tables,
+                "vision_fp32": vision_fp32,
             },
             forecaster=Model(
-                shapes, quantized, streaming, system.unified, table_room(shapes, values) if tables else None
+                shapes,
+                quantized,
+                streaming,
+                system.unified,
+                table_room(shapes, values) if tables else None,
+                vision_fp32,
             ),
         )
         logger.info(

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from vllm_h3_plugin.checkpoint.adapter import Adapter
 from vllm_h3_plugin.checkpoint.checksums import digests_for
 from vllm_h3_plugin.checkpoint.dit_placement import Place
 from vllm_h3_plugin.checkpoint.inventory import Inventory, PartInventory, PartitionInventory
@@ -17,9 +18,11 @@ from vllm_h3_plugin.checkpoint.reader import Progress, ReadOptions, WeightSource
 from vllm_h3_plugin.checkpoint.source_identity import part_identity
 from vllm_h3_plugin.conditioning.store import Origin, TableStore
 from vllm_h3_plugin.conditioning.table import TableShape
+from vllm_h3_plugin.errors import AdapterError
 from vllm_h3_plugin.host import loading
 from vllm_h3_plugin.host.adaln import AdalnTables, math_identity
 from vllm_h3_plugin.host.adaln_modules import uses_tables
+from vllm_h3_plugin.host.fused_adapter import FusedAdapter
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.settings import Settings
 
@@ -34,7 +37,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """One module of the pipeline and the files that fill it."""
+    """One module of the pipeline and the files that fill it; ``fused`` is an adapter that becomes part of it."""
 
     name: str
     module: Any
@@ -42,6 +45,7 @@ class Part:
     files: PartInventory
     loader: loading.PartLoader
     place: Place
+    fused: FusedAdapter | None = None
 
     @property
     def diffusers(self) -> bool:
@@ -51,13 +55,28 @@ class Part:
     def has_table(self) -> bool:
         return self.name != "text_encoder" and uses_tables(self.module)
 
+    @property
+    def identity(self) -> str:
+        """Of the weights that are resident: those of the files, and of an adapter that was fused into them."""
+        files = part_identity(self.files)
+        return files if self.fused is None else f"{files}+{self.fused.adapter.identity}"
+
+    def with_adapter(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], skipped: Callable[[str], bool]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Tensors of the files by native name, with the fused adapter in them if there is one."""
+        return tensors if self.fused is None else self.fused.stream(tensors, skipped)
+
     def adaln_name(self, name: str) -> str | None:
         """Native name of a tensor if it is AdaLN's and this part keeps AdaLN as a table."""
         return loading.adaln_name(name, self.place) if self.has_table else None
 
 
-def make_part(pipeline: Any, source: Source, inventory: Inventory) -> Part:
+def make_part(pipeline: Any, source: Source, inventory: Inventory, adapter: Adapter | None = None) -> Part:
     """The part that one of the host's sources fills. Plans its load; reads nothing.
+
+    Args:
+        adapter: one that is to be fused into ``transformer``, the DiT that such adapters were made for.
 
     Raises:
         LoadError: the files and the module do not match one to one.
@@ -74,7 +93,16 @@ def make_part(pipeline: Any, source: Source, inventory: Inventory) -> Part:
     assert partition.dit is not None  # the inventory is clean
     diffusers = files.layout == "diffusers"
     loader = loading.dit_loader(module, shapes, config=partition.dit, diffusers=diffusers)
-    return Part(name, module, partition, files, loader, loading.dit_place(partition.dit, diffusers))
+    fused = None
+    if adapter is not None and name == "transformer":
+        if diffusers:
+            raise AdapterError(
+                f"adapter {adapter.path}",
+                why=f"it is fused into native tensors, and {files.path} has the Diffusers layout",
+                fix="Serve the native FL2VA checkpoint.",
+            )
+        fused = FusedAdapter(adapter, partition.dit, getattr(pipeline, "_fasth3", None))
+    return Part(name, module, partition, files, loader, loading.dit_place(partition.dit, diffusers), fused)
 
 
 def make_tables(part: Part, settings: Settings, device: torch.device) -> AdalnTables:
@@ -83,7 +111,7 @@ def make_tables(part: Part, settings: Settings, device: torch.device) -> AdalnTa
     read = read_options(settings, device)
     store = TableStore(
         TableShape.of(part.partition.dit),
-        Origin(part_identity(part.files), {"host": str(installed_host()), **math_identity(device)}),
+        Origin(part.identity, {"host": str(installed_host()), **math_identity(device)}),
         device=device,
         device_bytes=int(settings.adaln_device_gib * 2**30),
         folder=settings.cache_dir.expanduser() / "tables" if settings.adaln_disk_gib > 0 else None,
@@ -93,8 +121,9 @@ def make_tables(part: Part, settings: Settings, device: torch.device) -> AdalnTa
 
     def stream(progress: Progress) -> Iterator[tuple[str, torch.Tensor]]:
         names = {record.name: native for record in part.files.tensors if (native := part.adaln_name(record.name))}
-        for name, tensor in WeightSource(part.files, options=read, wanted=names.__contains__, progress=progress):
-            yield names[name], tensor
+        source = WeightSource(part.files, options=read, wanted=names.__contains__, progress=progress)
+        renamed = ((names[name], tensor) for name, tensor in source)
+        yield from part.with_adapter(renamed, lambda name: loading.ADALN not in name)
 
     def embedder() -> dict[str, torch.Tensor]:
         names = {
@@ -103,7 +132,8 @@ def make_tables(part: Part, settings: Settings, device: torch.device) -> AdalnTa
             for target in part.place(name) or ()
             if target.param.startswith("time_embedder.")
         }
-        return {names[name]: tensor for name, tensor in WeightSource(part.files, wanted=names.__contains__)}
+        native = ((names[name], tensor) for name, tensor in WeightSource(part.files, wanted=names.__contains__))
+        return dict(part.with_adapter(native, lambda name: not name.startswith("time_embedder.")))
 
     return AdalnTables(part.module, store, stream, embedder)
 

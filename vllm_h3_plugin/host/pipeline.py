@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,16 +18,18 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 
 from vllm_h3_plugin import __version__, settings
+from vllm_h3_plugin.attention.low_bit import MAX_TOKENS
 from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.host import run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
-from vllm_h3_plugin.host.adapters import AdaptersBesideTables
+from vllm_h3_plugin.host.adapters import CheckedAdapters, rules_at_start
 from vllm_h3_plugin.host.attention import install
 from vllm_h3_plugin.host.cancel import Cancellation
 from vllm_h3_plugin.host.clips import EncodesClips, chosen_encoder, get_minimax_h3_post_process_func
 from vllm_h3_plugin.host.dit import plugin_branch, plugin_dit
+from vllm_h3_plugin.host.fused_adapter import release
 from vllm_h3_plugin.host.hot_stages import keep_stages, plain_weights
 from vllm_h3_plugin.host.measured import after_request, measured_memory
 from vllm_h3_plugin.host.memory_watch import MemoryWatch
@@ -37,6 +39,7 @@ from vllm_h3_plugin.host.progress import IDLE, Progress
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import (
     default_schedule,
+    evaluations,
     refuse_too_many_tokens,
     refuse_what_tables_cannot_serve,
     schedule_of,
@@ -44,6 +47,7 @@ from vllm_h3_plugin.host.schedules import (
 from vllm_h3_plugin.host.session import Session, model_configs, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
+from vllm_h3_plugin.host.tiles import TileBatches, room_on
 from vllm_h3_plugin.host.vae_loading import streamed_vaes
 from vllm_h3_plugin.host.weights import Loaded, WeightLoading, summary
 from vllm_h3_plugin.memory.hot_cache import HotCache
@@ -58,24 +62,12 @@ __all__ = ["MiniMaxH3Pipeline", "get_minimax_h3_post_process_func"]
 logger = init_logger(__name__)
 
 
-def evaluations(num_steps: int) -> int:
-    """DiT evaluations that a request of ``num_steps`` costs: N on 0.30, N - 1 on 0.28 (time_request.py of each)."""
-    return num_steps if installed_host().vllm_omni != "0.28.0" else max(1, num_steps - 1)
-
-
 def refuse_what_the_loader_skips(pipeline: Any) -> None:
     """Stop where the host was asked for something that happens inside its own ``load_weights``.
 
     Raises:
-        UsageError: a FastH3 adapter, which the host fuses into the stream of weights, or an AdaLN sidecar, which it
-            binds to them.
+        UsageError: an AdaLN sidecar, which it binds to the weights.
     """
-    if getattr(pipeline, "_fasth3", None) is not None:
-        raise UsageError(
-            "a FastH3 adapter was given with --lora-path",
-            why="this version of the plugin does not fuse adapters into weights while it loads them",
-            fix="Serve without the adapter, or use the Turbo LoRA, which stays beside the weights.",
-        )
     for name in pipeline._dit_modules:
         if getattr(getattr(pipeline, name), "_adaln_sidecar_candidate", None) is not None:
             raise UsageError(
@@ -85,21 +77,30 @@ def refuse_what_the_loader_skips(pipeline: Any) -> None:
             )
 
 
+def _evaluations(kwargs: Mapping[str, Any]) -> int:
+    """DiT evaluations of a request, from what the host hands to ``diffuse``."""
+    return evaluations(int(kwargs["num_steps"]), pinned=kwargs.get("base_schedule") is not None)
+
+
 def _tile_decoder(video_vae: Any) -> torch.nn.Module | None:
     """What a video VAE runs once for each tile, where its code, which comes with the checkpoint, calls it so."""
     decoder = getattr(getattr(video_vae, "model", None), "decoder", None)
     return decoder if isinstance(decoder, torch.nn.Module) else None
 
 
-class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMaxH3Pipeline):
+class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pipeline):
     """MiniMax-H3 with online quantization by recipe and an exact loader.
 
-    Raises (from ``__init__``, before the DiT and the text encoder are read; an adapter that is refused costs the VAEs):
+    Raises (from ``__init__``, before the DiT and the text encoder are read):
         CheckpointError, RecipeError, BackendError, UsageError, SettingsError: see :func:`open_session`.
+        AdapterError: the adapter of ``--lora-path`` does not fit.
     """
 
     def __init__(self, *, od_config: Any, prefix: str = "") -> None:
         session = open_session(od_config)
+        adapters = rules_at_start(od_config, session)
+        if adapters.own is not None and adapters.own.fused:
+            session = replace(session, fused=adapters.own)
         tables = session.plan.recipe.adaln is Adaln.TABLE
         if tables:
             refuse_what_tables_cannot_serve(od_config)
@@ -127,6 +128,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         ):
             super().__init__(od_config=od_config, prefix=prefix)
         self._session: Session = session
+        self.adapter_rules = adapters
         self._settings = values
         self._progress = progress
         self._watch = watch
@@ -142,6 +144,12 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             watch.install(dit)
             self._cancel.install(dit)
         self._cancel.install_local(_tile_decoder(self.video_vae))
+        self._tiles = TileBatches(
+            self.video_vae,
+            most=values.decode_batch,
+            room=room_on(device, watch.system, watch.thresholds.floor),
+            streaming=installed_host().vllm_omni != "0.28.0",
+        )
         refuse_what_the_loader_skips(self)
         self._attention = {
             name: install(
@@ -191,6 +199,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         self._hot: HotCache | None = None
         for name in self._dit_modules:
             getattr(self, name).post_load_weights()
+        release(self._fasth3)
         filled = set(loaded.filled)
         for part in ("video_vae", "audio_vae"):
             # Filled by the host in __init__ (pipeline_minimax_h3.py:1061); named, so that its loader misses nothing.
@@ -226,17 +235,28 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
             "beside": {part: str(where) for part, where in self._beside.items()},
             "layers": loaded.layers,
             "attention": self.transformer.blocks[0].attn.attention.attn_backend.__name__,
+            "most_tokens": MAX_TOKENS.get(session.plan.recipe.attention),
             "step": self._step.facts(),
             "step_flops": asdict(step_flops(model_configs(session.inventory)[0])),
+            "decode": self._tiles.facts(),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
             "supported_tasks": sorted(self.supported_tasks),
+            "pinned_steps": self._pinned_steps(),
+            "adapters": None if self.adapter_rules is None else self.adapter_rules.as_dict(),
         }
         self._publish()
 
+    def _pinned_steps(self) -> int | None:
+        """Denoise evaluations of a checkpoint that is distilled to one number of them."""
+        task = "t2va" if "t2va" in self.supported_tasks else "ref2va"
+        positions = self._base_schedule_for_task(task)
+        return None if positions is None else int(positions.num_inference_steps)
+
     def _publish(self) -> None:
         self._facts["stages"] = self._hot.facts() if self._hot else None
+        self._facts["decode"] = self._tiles.facts()
         self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 
@@ -253,7 +273,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         if tables is not None:
             self._progress.phase("building table")
             tables.activate(schedule_of(inputs), self._progress.loading("building table"))
-            self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
+            self._progress.phase("denoising", steps=_evaluations(kwargs))
         return inputs
 
     def encode_prompt(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +286,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
 
     def diffuse(self, **kwargs: Any) -> Any:
         """The host's, with its steps counted."""
-        self._progress.phase("denoising", steps=evaluations(int(kwargs["num_steps"])))
+        self._progress.phase("denoising", steps=_evaluations(kwargs))
         self._watch.expect(kwargs)
         try:
             return super().diffuse(**kwargs)
@@ -279,6 +299,7 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         self._progress.phase("decoding")
         self._watch.check()
         self._cancel.check()
+        self._tiles.begin(args[0] if args else kwargs["video_latent"])
         decoded = super().decode(*args, **kwargs)
         self._cancel.check()
         return decoded
@@ -288,12 +309,14 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         self._progress.phase("decoding and encoding")
         self._watch.check()
         self._cancel.check()
+        self._tiles.begin(args[0] if args else kwargs["video_latent"])
         return super().decode_to_mp4(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The host's, watched for memory, with its end announced whether it succeeds, fails or is stopped."""
         request = str(getattr(args[0] if args else kwargs.get("request"), "request_id", ""))
         self._progress.begin(request)
+        self._tiles.forget()
         try:
             if self._base is not None:
                 self._base.check()
@@ -305,4 +328,4 @@ class MiniMaxH3Pipeline(AdaptersBesideTables, EncodesClips, host_pipeline.MiniMa
         finally:
             self._facts["memory"] = after_request(self._facts["memory"], self)
             self._publish()
-            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"])
+            self._progress.end(peak_memory_bytes=self._facts["memory"]["peak_bytes"], decode=self._tiles.told())

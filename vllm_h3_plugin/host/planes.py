@@ -8,9 +8,9 @@ and half of the bytes travel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ def yuv420p(frames: torch.Tensor) -> torch.Tensor:
     """
     _, count, height, width = frames.shape
     planes = torch.empty(count, height * 3 // 2, width, dtype=torch.uint8, device=frames.device)
-    convert = _by_rows if frames.device.type == "cpu" else _by_frame
+    convert = _by_rows if frames.device.type == "cpu" and _opencv() is not None else _by_frame
     # One frame at a time takes little memory.
     for number in range(count):
         frame = frames[:, number].float()
@@ -48,8 +48,18 @@ def yuv420p(frames: torch.Tensor) -> torch.Tensor:
     return planes
 
 
+@cache
+def _opencv() -> Any:
+    """OpenCV, which the host brings; None where it cannot be loaded: it wants libGL, which a bare machine lacks."""
+    try:
+        import cv2
+    except ImportError:
+        return None
+    return cv2
+
+
 def _by_frame(frame: torch.Tensor, luma: torch.Tensor, chroma: torch.Tensor) -> None:
-    """A frame ``[3, H, W]`` into its planes, on an accelerator."""
+    """A frame ``[3, H, W]`` into its planes, on an accelerator and wherever there is no OpenCV."""
     luma.copy_(_weighted(frame, _LUMA, 16))
     rows = frame[:, 0::2] + frame[:, 1::2]
     mean = (rows[..., 0::2] + rows[..., 1::2]).mul_(0.25)
@@ -66,7 +76,7 @@ def _weighted(rgb: torch.Tensor, weights: tuple[float, float, float], offset: in
 
 def _by_rows(frame: torch.Tensor, luma: torch.Tensor, chroma: torch.Tensor) -> None:
     """The same on a CPU. With PyTorch it took 4 times as long beside x264, whose threads its own wait for."""
-    pixels, ys, cs = frame.numpy(), luma.numpy(), chroma.numpy()
+    cv2, pixels, ys, cs = _opencv(), frame.numpy(), luma.numpy(), chroma.numpy()
     for top in range(0, ys.shape[0], _ROWS):
         rows = pixels[:, top : top + _ROWS]
         _sum_into(ys[top : top + _ROWS], rows, _LUMA, 16)
@@ -77,6 +87,7 @@ def _by_rows(frame: torch.Tensor, luma: torch.Tensor, chroma: torch.Tensor) -> N
 
 
 def _sum_into(plane: Any, rgb: Any, weights: tuple[float, float, float], offset: int) -> None:
+    cv2 = _opencv()
     part = cv2.addWeighted(rgb[0], weights[0], rgb[1], weights[1], offset)
     cv2.addWeighted(part, 1.0, rgb[2], weights[2], 0.0, dst=plane, dtype=cv2.CV_8U)
 

@@ -66,22 +66,23 @@ class State:
 class Progress:
     """Writes :data:`run_state.PROGRESS` at each phase and step; silent on other ranks than 0 and without a folder."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float] = time.time, timer: Callable[[], float] | None = None) -> None:
         """
         Args:
             clock: seconds since 1970.
+            timer: what lengths are measured with. Unset: with ``clock`` if that is not the system's, which may be set.
         """
+        self._timer = timer or (time.monotonic if clock is time.time else clock)
         self._active = run_state.run_dir() is not None and int(os.environ.get("RANK", "0")) == 0
         self._clock = clock
         now = clock()
         self.state = State(IDLE, 0, None, now, now, None)
-        self._first_step_at = now
-        self._last_step_at = now
+        self._phase_at = self._first_step_at = self._last_step_at = self._timer()
         self._ledger: RequestLedger | None = None
 
     def begin(self, request: str) -> None:
         """A request begins: what follows belongs to it."""
-        self._ledger = RequestLedger(request, self._clock) if self._active else None
+        self._ledger = RequestLedger(request, self._clock, self._timer) if self._active else None
         self.state = replace(self.state, request=request)
 
     def end(self, **more: Any) -> None:
@@ -107,7 +108,7 @@ class Progress:
         since = None if name == IDLE else self.state.busy_since or now
         if self._ledger is not None:
             self._ledger.phase(name)
-        self._last_step_at = now
+        self._phase_at = self._last_step_at = self._timer()
         self._write(State(name, 0, steps, now, now, since, request=self.state.request))
 
     def loading(self, name: str) -> Callable[[int, int], None]:
@@ -138,16 +139,16 @@ class Progress:
 
     def step_done(self) -> None:
         """One more denoise step."""
-        now, step = self._clock(), self.state.step + 1
+        now, step = self._timer(), self.state.step + 1
         if self._ledger is not None:
             self._ledger.step(now - self._last_step_at)
         self._last_step_at = now
         if step == 1:
             self._first_step_at = now
-            each = now - self.state.started_at
+            each = now - self._phase_at
         else:
             each = (now - self._first_step_at) / (step - 1)
-        self._write(replace(self.state, step=step, time=now, seconds_per_step=round(max(each, 0.0), 4)))
+        self._write(replace(self.state, step=step, time=self._clock(), seconds_per_step=round(max(each, 0.0), 4)))
 
     def _write(self, state: State) -> None:
         self.state = state

@@ -17,23 +17,27 @@ LEDGER = "ledger.json"
 class RequestLedger:
     """Seconds by phase and by denoise step; bytes swapped out and read meanwhile."""
 
-    def __init__(self, request: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, request: str, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
+    ) -> None:
         """
         Args:
             clock: seconds since 1970.
+            timer: what lengths are measured with.
         """
+        self._timer = timer
         self.request = request
         self.tokens: int | None = None
         self._clock = clock
         self._phases: dict[str, float] = {}
         self._steps: list[float] = []
         self._phase: str | None = None
-        self._since = clock()
+        self._since = timer()
         self._read = _read_bytes()
 
     def phase(self, name: str | None) -> None:
         """Enter a phase; None: the last one is over."""
-        now = self._clock()
+        now = self._timer()
         if self._phase is not None:
             self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._since
         self._phase, self._since = name, now

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_h3_plugin import settings
+
+logger = init_logger(__name__)
 
 WORKER_PATTERN = "worker-*.json"
 PROGRESS = "progress.json"
+
+_unwritten: set[str] = set()
 
 
 def run_dir() -> Path | None:
@@ -25,13 +32,26 @@ def run_dir() -> Path | None:
 
 
 def write(name: str, data: dict[str, Any]) -> None:
-    """Replace one file atomically; does nothing without a run folder."""
+    """Replace one file atomically; does nothing without a run folder.
+
+    A folder that cannot be written, as on a full disk, costs no clip: the file is taken away then, so that nobody
+    believes what no longer holds, as that a step has not moved.
+    """
     folder = run_dir()
     if folder is None:
         return
     temporary = folder / f".{name}.{os.getpid()}"
-    temporary.write_text(json.dumps(data, default=str), encoding="utf-8")
-    temporary.replace(folder / name)
+    try:
+        temporary.write_text(json.dumps(data, default=str), encoding="utf-8")
+        temporary.replace(folder / name)
+    except OSError as exc:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
+        if name not in _unwritten:
+            _unwritten.add(name)
+            logger.error("%s cannot be written, which is said once: %s", folder / name, exc.strerror or exc)
 
 
 def read(name: str) -> dict[str, Any] | None:

@@ -12,12 +12,29 @@ from vllm_omni.errors import OmniClientError
 from vllm_h3_plugin.attention.low_bit import check_tokens
 from vllm_h3_plugin.conditioning.schedule import Roles, Schedule, schedule
 from vllm_h3_plugin.errors import UsageError
+from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.recipe import Recipe
+from vllm_h3_plugin.serving.adapters import RESIDENT_HINT
 
 DEFAULT_STEPS = 50
 """Steps of a request that names none (pipeline_minimax_h3.py ``_resolve_sigma_positions``)."""
 
-RESIDENT_HINT = 'Serve with a recipe that has "adaln": "resident" for it; that keeps 24.3 GiB more on the device.'
+
+def host_steps(evaluations: int, *, pinned: bool = False) -> int:
+    """What the host is told for a number of denoise evaluations.
+
+    0.28 counts the points of the schedule, of which there is one more; 0.30 counts evaluations (time_request.py of
+    each). A schedule that comes with the weights or an adapter is counted by its intervals on both.
+
+    Args:
+        pinned: such a schedule.
+    """
+    return evaluations + 1 if installed_host().vllm_omni == "0.28.0" and not pinned else evaluations
+
+
+def evaluations(num_steps: int, *, pinned: bool = False) -> int:
+    """DiT evaluations that the host makes of a request of ``num_steps``; the inverse of :func:`host_steps`."""
+    return max(1, num_steps - (host_steps(1, pinned=pinned) - 1))
 
 
 def schedule_of(inputs: Mapping[str, Any]) -> Schedule:
@@ -52,18 +69,26 @@ def default_schedule(pipeline: Any, dit: str, steps: int | None = None) -> Sched
     Args:
         pipeline: the host's, built.
         dit: ``transformer`` or ``transformers_ref``.
-        steps: or of one that also names this many; a distilled release has a number of its own.
+        steps: or of one that also names this many; a distilled release has a number of its own, and so has an adapter
+            that was loaded at start.
     """
     reference_only = dit == "transformers_ref" or "t2va" not in pipeline.supported_tasks
     positions = pipeline._base_schedule_for_task("ref2va" if reference_only else "t2va")
-    steps = (steps or DEFAULT_STEPS) if positions is None else positions.num_inference_steps
+    ladder = None if positions is None else positions.base_schedule
+    shifts = [pipeline.default_video_shift, pipeline.default_audio_shift]
+    fusion, own = getattr(pipeline, "_fasth3", None), getattr(pipeline, "own_adapter", None)
+    if fusion is not None and dit == "transformer":
+        ladder = fusion.base_schedule
+    elif steps is None and own is not None and own.steps is not None and dit == "transformer":
+        steps = own.steps
+        shifts = [own.video_shift or shifts[0], own.audio_shift or shifts[1]]
     sigmas = [
         time_request.minimax_h3_time_shift_sigmas(
-            num_steps=steps,
+            num_steps=len(ladder) - 1 if ladder is not None else host_steps(steps or DEFAULT_STEPS),
             shift_scale=shift,
-            base_schedule=None if positions is None else positions.base_schedule,
+            base_schedule=ladder,
         )
-        for shift in (pipeline.default_video_shift, pipeline.default_audio_shift)
+        for shift in shifts
     ]
     return schedule(sigmas[0], sigmas[1], Roles(image=reference_only))
 

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
+from vllm_h3_plugin.checkpoint.adapter import Adapter
 from vllm_h3_plugin.checkpoint.inventory import Inventory, PartitionInventory, take_inventory
 from vllm_h3_plugin.checkpoint.layout import DitConfig, LinearSpec, TextEncoderConfig, linear_layers
 from vllm_h3_plugin.errors import BackendError, UsageError
@@ -33,6 +34,7 @@ class Session:
         plan: precision of each of them.
         backend: what computes the quantized ones; None when there are none.
         backend_reason: why this backend.
+        fused: a FastH3 adapter that becomes a part of the DiT's weights while they load.
     """
 
     inventory: Inventory
@@ -40,6 +42,7 @@ class Session:
     plan: PrecisionPlan
     backend: QuantBackend | None
     backend_reason: str
+    fused: Adapter | None = None
 
 
 def open_session(od_config: Any) -> Session:

@@ -8,7 +8,8 @@ read from the base into anonymous memory and goes to the card from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import psutil
 import torch
 from vllm.logger import init_logger
 
-from vllm_h3_plugin.checkpoint.one_builder import build_once
+from vllm_h3_plugin.checkpoint.one_builder import Outcome, build_once
 from vllm_h3_plugin.checkpoint.shared_base import SharedBase, announce_bus_errors, require_host_memory
 from vllm_h3_plugin.checkpoint.snapshot import parse_piece
 from vllm_h3_plugin.checkpoint.snapshot_paths import snapshots_folder
@@ -24,10 +25,13 @@ from vllm_h3_plugin.errors import CheckpointError, SnapshotError
 from vllm_h3_plugin.host.linear_method import stored
 from vllm_h3_plugin.host.parts import Part
 from vllm_h3_plugin.host.snapshots import Snapshots, require_fits
-from vllm_h3_plugin.host.worker_memory import any_rank
+from vllm_h3_plugin.host.worker_memory import any_rank_at_start
 from vllm_h3_plugin.settings import Settings
 
 logger = init_logger(__name__)
+
+_PARTS = ("transformer", "transformers_ref", "text_encoder")
+"""Parts that a snapshot holds, by the host's names."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,12 @@ class BaseOfRanks:
     Args:
         snapshots: the server's; its mode is not ``off``.
         rank: of ``ranks``, all on this machine.
-        load_checkpoint: fills this rank from the checkpoint and writes the snapshot; run by one rank at a time.
+        load_checkpoint: fills this rank from the checkpoint; given True it writes the snapshot too, which is run by one
+            rank at a time.
         say: gets what this rank waits for.
-        vote: whether any rank says yes; all ranks call it equally often.
+        vote: whether any rank says yes; all ranks call it equally often, and none returns before all have called.
+        parts: names of the parts that this rank has. The host builds the text encoder on some ranks only, and a rank
+            without one cannot write a snapshot for all.
     """
 
     def __init__(
@@ -86,9 +93,10 @@ class BaseOfRanks:
         snapshots: Snapshots,
         rank: int,
         ranks: int,
-        load_checkpoint: Callable[[], None],
+        load_checkpoint: Callable[[bool], None],
         say: Callable[[str], None],
-        vote: Callable[[bool], bool] = any_rank,
+        vote: Callable[[bool], bool] = any_rank_at_start,
+        parts: Collection[str] = (),
     ) -> None:
         self._snapshots = snapshots
         self._rank = rank
@@ -96,6 +104,7 @@ class BaseOfRanks:
         self._load_checkpoint = load_checkpoint
         self._say = say
         self._vote = vote
+        self._parts = parts
         self._bad: set[float] = set()
 
     def take(self) -> _Taken:
@@ -110,9 +119,13 @@ class BaseOfRanks:
         with suppress(OSError):  # without a folder there is no lock, and build_once() goes on without one
             folder.mkdir(parents=True, exist_ok=True)
         lock = folder / f"{self._snapshots.key.id}.build.lock"
-        here = False
+        here, complete = False, self._is_complete()
         while True:
-            outcome = build_once(lock, self._find, self._build, self._waiting)
+            if complete:
+                outcome = build_once(lock, self._find, self._build, self._waiting)
+                self._meet()
+            else:
+                outcome = self._after_others()
             here = here or outcome.here
             taken = _Taken(outcome.built.base, here, round(outcome.waited_s, 3), outcome.takeovers)
             # One that could not keep what it built has loaded all the same, and only votes from here on.
@@ -122,6 +135,28 @@ class BaseOfRanks:
                 self._bad.add(taken.base.snapshot.manifest.created)
                 taken.base.close()
             self._vote(False)  # none builds anew while another still holds what is bad
+
+    def _is_complete(self) -> bool:
+        """Whether this rank has every part that any rank has."""
+        if self._ranks == 1:
+            return True
+        needed = [name for name in _PARTS if self._vote(name in self._parts)]
+        return set(needed) <= set(self._parts)
+
+    def _meet(self) -> None:
+        if self._ranks > 1:
+            self._vote(False)
+
+    def _after_others(self) -> Outcome[_Taken]:
+        """What the ranks with all parts have left; this one's share of the checkpoint if there is nothing."""
+        began = time.monotonic()
+        self._waiting(0.0, "a rank that has every part")
+        self._meet()
+        waited = time.monotonic() - began
+        found = self._find()
+        if found is None:
+            self._load_checkpoint(False)
+        return Outcome(found or _Taken(None), found is None, waited, 0)
 
     def _find(self) -> _Taken | None:
         try:
@@ -140,7 +175,7 @@ class BaseOfRanks:
 
     def _build(self) -> _Taken:
         self._snapshots.refuse_to_build()
-        self._load_checkpoint()
+        self._load_checkpoint(True)
         return self._find() or _Taken(None)  # the disk refused it: this rank goes on with what it has
 
     def _is_bad(self, base: SharedBase | None) -> bool:

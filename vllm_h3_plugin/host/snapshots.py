@@ -67,9 +67,12 @@ class Snapshots:
     @cached_property
     def key(self) -> SnapshotKey:
         """What a snapshot must have been made from and for. Told from samples of every file, so taken once."""
-        backend = self._session.backend
+        backend, fused = self._session.backend, self._session.fused
+        source = source_identity(self._session.inventory)
+        if fused is not None:
+            source = hashlib.sha256(f"{source}+{fused.identity}".encode()).hexdigest()
         return SnapshotKey(
-            source=source_identity(self._session.inventory),
+            source=source,
             recipe=recipe_digest(self._session.plan.recipe),
             backend=backend.name if backend else "none",
             host=str(installed_host()),

@@ -44,15 +44,9 @@ async def body_fields(request: Request) -> AsyncIterator[list[tuple[str, Any]]]:
         BadBody: it is neither a form nor a JSON object, or too large.
         starlette.requests.ClientDisconnect: the client went away.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    length = request.headers.get("content-length", "")
-    is_json = kind == "application/json" or kind.endswith("+json")
-    most = MAX_TEXT_BYTES if is_json else MAX_BODY_BYTES
-    if length.isascii() and length.isdigit() and int(length[:18]) > most:
-        raise _too_large(most)
-    # Without a length, the body is counted while it comes.
-    request = Request(request.scope, _counted(request.receive, most))
-    if is_json:
+    kind = _kind(request)
+    request = Request(request.scope, bounded(request))
+    if _is_json(kind):
         yield _object(await request.body())
         return
     if kind not in ("multipart/form-data", "application/x-www-form-urlencoded"):
@@ -70,6 +64,27 @@ async def body_fields(request: Request) -> AsyncIterator[list[tuple[str, Any]]]:
         ]
     finally:
         await form.close()
+
+
+def bounded(request: Request) -> Receive:
+    """The client's messages, up to as many bytes as a request may have.
+
+    Raises:
+        BadBody: it says that it has more. The messages raise it too: without a length, the body is counted as it comes.
+    """
+    most = MAX_TEXT_BYTES if _is_json(_kind(request)) else MAX_BODY_BYTES
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:18]) > most:
+        raise _too_large(most)
+    return _counted(request.receive, most)
+
+
+def _kind(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _is_json(kind: str) -> bool:
+    return kind == "application/json" or kind.endswith("+json")
 
 
 def _object(body: bytes) -> list[tuple[str, Any]]:

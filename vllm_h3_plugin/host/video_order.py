@@ -12,6 +12,7 @@ from fastapi import HTTPException
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.errors import OmniClientError
 
+from vllm_h3_plugin.attention.low_bit import ALLOWED
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.serving.jobs.job import Failure
@@ -99,12 +100,15 @@ def explain(error: Exception) -> Failure:
     if isinstance(error, EngineDeadError) or str(error) == "Executor shut down":
         return Failure("engine_dead", "The engine died; the server is about to end.", 503)
     status, message = 500, str(error) or type(error).__name__
+    # What a worker raises reaches the API process as text, in request mode without its status.
+    if ALLOWED in message:
+        return Failure("invalid_request", message, 400)
     if isinstance(error, HTTPException):
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, OmniClientError):
         status, message = error.status_code, error.message
     code = "invalid_request" if 400 <= status < 500 else "generation_failed"
-    # What a worker raises reaches the API process as text. These words are memory/guard.py's.
+    # These words are memory/guard.py's.
     if "not enough memory" in message or "H3_MEMORY_HARD_FLOOR_GIB" in message:
         code, status = "insufficient_memory", 503
     return Failure(code, message, status)

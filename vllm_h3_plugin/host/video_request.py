@@ -17,11 +17,14 @@ import numpy as np
 from vllm_h3_plugin import settings
 from vllm_h3_plugin.host import admission, run_state
 from vllm_h3_plugin.host.asked import Asked
-from vllm_h3_plugin.memory.requests import LONGEST_S, api_clip_lengths
+from vllm_h3_plugin.host.schedules import DEFAULT_STEPS, host_steps
+from vllm_h3_plugin.memory.requests import LONGEST_S, PROMPT_TOKENS, api_clip_lengths
 from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.footprint import GIB
+from vllm_h3_plugin.serving.adapters import AdapterRules
 from vllm_h3_plugin.serving.references.media import Media
-from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
+from vllm_h3_plugin.serving.rules.accepted import Accepted, Lora, Task
+from vllm_h3_plugin.serving.rules.ask import MAX_STEPS
 from vllm_h3_plugin.serving.rules.limits import EXTRA, Limits, Misfit
 from vllm_h3_plugin.video.geometry import FPS
 
@@ -53,17 +56,23 @@ def request_fields(accepted: Accepted, output: int = 0) -> dict[str, Any]:
         # The host holds what is asked, and not what it makes of it, against its longest clip.
         "num_frames": min(accepted.frames, LONGEST_S * FPS),
         "aspect_ratio": accepted.aspect_ratio,
-        "num_inference_steps": accepted.steps,
+        "num_inference_steps": host_steps(accepted.steps, pinned=accepted.steps_pinned),
         "seed": accepted.seed + output,
         "flow_shift": None if accepted.flow_shift is None else usable_shift(accepted.flow_shift),
         "quality": accepted.quality,
         "start_time_seconds": accepted.start_time_seconds,
         "user": accepted.user,
-        "lora": None if lora is None else {"name": lora.name, "path": lora.path, "scale": lora.scale},
+        "lora": None if lora is None else _host_lora(lora),
         "return_stage_metrics": None if _is_028() else accepted.return_stage_metrics,
         "extra_params": extra,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _host_lora(lora: Lora) -> dict[str, Any]:
+    """What the host's ``parse_lora_request`` reads."""
+    named = {"name": lora.name, "path": lora.path, "scale": lora.scale}
+    return named if lora.identity is None else {**named, "int_id": lora.identity}
 
 
 def usable_shift(shift: float) -> float:
@@ -108,18 +117,56 @@ def server_limits(model: str | None, outputs: int = 1) -> Limits:
         outputs: clips that one request may ask for.
     """
     values = settings.load()
-    served = {task for worker in run_state.read_workers() for task in worker.get("supported_tasks", ())}
+    workers = run_state.read_workers()
+    served = {task for worker in workers for task in worker.get("supported_tasks", ())}
+    pinned = next((worker["pinned_steps"] for worker in workers if worker.get("pinned_steps")), None)
+    adapters = next((worker["adapters"] for worker in workers if worker.get("adapters")), None)
     return Limits(
         tasks=tuple(task for task in TASKS if task in served) or TASKS,
         model=model,
         outputs=outputs,
-        # 0.28 makes one denoise evaluation fewer than there are steps, and fails in the worker where none is left.
-        fewest_steps=2 if _is_028() else 1,
+        steps=pinned or DEFAULT_STEPS,
+        steps_fixed=pinned is not None,
+        # 0.28 is told one more than it makes, and takes as many as 0.30.
+        most_steps=MAX_STEPS - (host_steps(1) - 1),
+        adapters=None if adapters is None else AdapterRules.from_dict(adapters),
         max_pixels=values.max_pixels,
         lora_dir=values.lora_dir,
         extra=_EXTRA_028 if _is_028() else EXTRA,
-        misfit=budget(),
+        misfit=_either(measured_size(), budget()),
     )
+
+
+def _either(*rules: Callable[[Accepted], Misfit | None]) -> Callable[[Accepted], Misfit | None]:
+    """What the first rule says that says something."""
+    return lambda accepted: next((misfit for rule in rules if (misfit := rule(accepted)) is not None), None)
+
+
+def measured_size() -> Callable[[Accepted], Misfit | None]:
+    """Says whether a clip has more tokens than the recipe's attention in few bits was measured on, however short its
+    prompt is. What its prompt and references add is known in the worker, which refuses for it too."""
+    allowed = [worker["most_tokens"] for worker in run_state.read_workers() if worker.get("most_tokens")]
+
+    def misfit(accepted: Accepted) -> Misfit | None:
+        if not allowed or (tokens := _tokens(accepted, prompt=1)) <= min(allowed):
+            return None
+        frames, fits = None, ""
+        for size in dict.fromkeys([(accepted.width, accepted.height), (768, 448)]):
+            like = replace(accepted, width=size[0], height=size[1])
+            fitting = [length for length in api_clip_lengths() if _tokens(replace(like, frames=length)) <= min(allowed)]
+            if fitting:
+                frames = fitting[-1] if like == accepted else None
+                fits = f"{like.size} with up to {fitting[-1]} frames ({fitting[-1] / FPS:.1f} s)"
+                break
+        why = f"it has at least {tokens} tokens, and this recipe's attention was measured on {min(allowed)} at most"
+        return Misfit(why, fits, frames, "invalid_value")
+
+    return misfit
+
+
+def _tokens(accepted: Accepted, prompt: int = PROMPT_TOKENS) -> int:
+    """Packed rows of a clip without references."""
+    return replace(accepted.request_size, images=0, audio_seconds=0.0, text_tokens=prompt).tokens
 
 
 def budget() -> Callable[[Accepted], Misfit | None]:
@@ -131,8 +178,7 @@ def budget() -> Callable[[Accepted], Misfit | None]:
         for rank, guard in enumerate(admission.read_guards()):
             if not guard["active"]:
                 continue
-            facts = (guard[name] for name in ("checkpoint", "task", "quantized", "streaming", "unified", "tables"))
-            model = admission.model_of(*facts)
+            model = admission.model_of(*(guard[name] for name in admission.FACTS))
             if model is None:
                 return None
             resident = sum(workers.get(rank, {}).get("memory", {}).get("parts", {}).values())

@@ -148,11 +148,17 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
     async def delete(video_id: str) -> Response:
         try:
             known = await service().delete(video_id)
-        except H3Error as exc:
+        except UsageError as exc:
             return refused(exc, 409)
         if not known:
             return _unknown(video_id)
         return JSONResponse({"id": video_id, "object": "video.deleted", "deleted": True})
+
+    @router.post("/invocations", include_in_schema=False)
+    async def invocations() -> Response:
+        """In the place of the host's, which hands on to its chat, that makes clips, and lies outside of ``/v1``: no key
+        guards it (vllm/entrypoints/serve/sagemaker/api_router.py)."""
+        return problem(404, "not_found", "This server makes clips at /v1/videos.")
 
     return router
 
@@ -260,9 +266,14 @@ def _clip(jobs: JobService, job: Job, request: Request, headers: dict[str, str] 
     path, tag = jobs.kept.clips.path(job.id), f'"{job.sha256}"'
     if not path.is_file():
         return problem(404, "clip_gone", f"The clip of job {job.id} is no longer on the disk.")
-    if headers is None and request.headers.get("if-none-match") == tag:
+    if headers is None and tag in _tags(request.headers.get("if-none-match", "")):
         return Response(status_code=304, headers={"ETag": tag})
     return FileResponse(path, media_type="video/mp4", filename=path.name, headers={"ETag": tag, **(headers or {})})
+
+
+def _tags(header: str) -> set[str]:
+    """Those of an ``If-None-Match``; a proxy may have called one weak (RFC 9110, 13.1.2)."""
+    return {tag.strip().removeprefix("W/") for tag in header.split(",")}
 
 
 async def _stream(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[str]:
@@ -272,6 +283,12 @@ async def _stream(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator
             continue
         name = "end" if event["status"] in ("completed", "failed") else "progress"
         yield f"event: {name}\ndata: {json.dumps(event)}\n\n"
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """What a route did not catch: what the server cannot do now, as with records that are locked, is no fault of it."""
+    assert isinstance(error, H3Error)
+    return refused(error)
 
 
 def _unknown(video_id: str) -> JSONResponse:

@@ -8,7 +8,7 @@ AdaLN tensors are projected into the default table as they come by, and are neve
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from vllm_h3_plugin.host.parts import Part, file_digests, make_part, make_tables
 from vllm_h3_plugin.host.progress import Progress
 from vllm_h3_plugin.host.session import Session
 from vllm_h3_plugin.host.snapshots import Snapshots
+from vllm_h3_plugin.host.vision import widen_vision
 from vllm_h3_plugin.host.worker_memory import release_host_buffers
 from vllm_h3_plugin.settings import Settings
 
@@ -94,7 +95,9 @@ class WeightLoading:
         self._schedules = default_schedule
         self._read = read_options(settings, pipeline.device)
         self._snapshots = Snapshots(session, settings.cache_dir.expanduser(), settings.snapshot)
-        self._parts = [make_part(pipeline, source, session.inventory) for source in pipeline.weights_sources]
+        self._parts = [
+            make_part(pipeline, source, session.inventory, session.fused) for source in pipeline.weights_sources
+        ]
         self.tables: Mapping[str, AdalnTables] = {
             part.name: make_tables(part, settings, pipeline.device) for part in self._parts if part.has_table
         }
@@ -118,9 +121,13 @@ class WeightLoading:
         for part in self._parts:
             part.loader.pack()
             plan_part = "text_encoder" if part.name == "text_encoder" else "transformer"
+            if plan_part == "text_encoder":
+                widen_vision(part.module, self._session.plan)
             loaded.layers[part.name] = loading.check_precisions(part.module, plan_part, self._session.plan)
             loaded.filled |= {f"{part.name}.{name}" for name in part.loader.filled}
             page_cache.drop([file.path for file in part.files.files])
+            if part.fused is not None:
+                part.fused.close()
         release_host_buffers()
         self._progress.phase("idle")
         loaded.seconds["total"] = round(time.perf_counter() - started, 3)
@@ -132,8 +139,9 @@ class WeightLoading:
             self._snapshots,
             self._rank,
             self._ranks,
-            lambda: built.append(self._from_checkpoint(True)),
+            lambda write: built.append(self._from_checkpoint(write)),
             self._progress.phase,
+            parts=[part.name for part in self._parts],
         )
         taken = ranks.take()
         loaded = built[-1] if built else Loaded("shared base")
@@ -205,11 +213,11 @@ class WeightLoading:
             if writer is not None:
                 writer.put(part.name, param, shard, piece)
 
-        tensors: Iterable[tuple[str, torch.Tensor]] = source
+        tensors = part.with_adapter(source, lambda name: builder is None and part.adaln_name(name) is not None)
         if part.name != "text_encoder":
             assert part.partition.dit is not None  # the inventory is clean
             tensors = loading.dit_stream(
-                source,
+                tensors,
                 config=part.partition.dit,
                 diffusers=part.diffusers,
                 adaln=builder.add if builder is not None else None,

@@ -62,8 +62,15 @@ def any_rank(mine: bool) -> bool:
         return mine
     from vllm_omni.diffusion.distributed import parallel_state
 
-    if parallel_state.get_data_parallel_world_size() > 1:
+    return mine if parallel_state.get_data_parallel_world_size() > 1 else any_rank_at_start(mine)
+
+
+def any_rank_at_start(mine: bool) -> bool:
+    """The same while all ranks load, which replicas do together too. None returns before all have asked."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return mine
+    from vllm_omni.diffusion.distributed import parallel_state
+
     votes = torch.tensor([int(mine)], dtype=torch.int32)
     torch.distributed.all_reduce(
         votes, op=torch.distributed.ReduceOp.MAX, group=parallel_state.get_world_group().cpu_group

@@ -36,7 +36,8 @@ the BF16 cos/sin table; attention without a mask (the kernels that the pins choo
 *VAE decode.* The result on the device: the uint8 frames, which the streaming decoder fills, and their channels-last
 copy; where it does not stream (0.28, or a VAE without that method) the FP32 frames and one copy of them stand instead.
 One temporal clip at full size in FP16, the part of it that goes to the next clip, and its FP32 copy; one tile's
-activations.
+activations, and those of the tiles that are decoded with it. Whether a request fits is asked of one tile at a time;
+:func:`tiles_at_once` says how many then do.
 
 *Encode.* Frames on the host, as uint8 arrays: the worker's, the one in transit and the API's.
 
@@ -125,6 +126,8 @@ def predict_peak(
     *,
     quantized: bool = True,
     streaming_decode: bool = True,
+    decode_batch: int = 1,
+    vision_fp32: bool = False,
     new_table: TableSize | None = None,
     tp: int = 1,
     coefficients: Coefficients = DEFAULT,
@@ -134,11 +137,13 @@ def predict_peak(
     Args:
         quantized: whether linears take FP8 inputs.
         streaming_decode: whether the video VAE writes uint8 frames as it goes (0.30 with the real VAE).
+        decode_batch: tiles that the video VAE decodes at once.
+        vision_fp32: whether the vision tower computes in FP32.
         new_table: AdaLN table that the request's schedule needs and that is not resident yet.
         tp: tensor-parallel size; bytes are those of one rank.
     """
-    phases = [_text(model.text, request, quantized, tp), _denoise(model, request, quantized, tp)]
-    phases.append(_decode(request, streaming_decode, coefficients))
+    phases = [_text(model.text, request, quantized, vision_fp32, tp), _denoise(model, request, quantized, tp)]
+    phases.append(_decode(request, streaming_decode, decode_batch, coefficients))
     phases.append(_encode(request, coefficients))
     if request.roles:
         phases.insert(0, _references(request, coefficients))
@@ -150,12 +155,37 @@ def predict_peak(
     return Peak(request, tuple(_with_slack(phase, coefficients) for phase in phases))
 
 
+def tiles_at_once(
+    request: RequestSize,
+    room: int,
+    *,
+    tiles: int,
+    streaming: bool = True,
+    coefficients: Coefficients = DEFAULT,
+) -> int:
+    """The most tiles that the video VAE may decode at once.
+
+    Args:
+        room: bytes that decoding may take, on the device.
+        tiles: of one temporal clip; more are never decoded at once.
+        streaming: whether the VAE writes uint8 frames as it goes.
+
+    Returns:
+        At least 1: the host takes one at a time whatever there is.
+    """
+
+    def taken(batch: int) -> int:
+        return _with_slack(_decode(request, streaming, batch, coefficients), coefficients).device_bytes
+
+    return next((batch for batch in range(tiles, 1, -1) if taken(batch) <= room), 1)
+
+
 def _with_slack(phase: Phase, coefficients: Coefficients) -> Phase:
     slack = round(phase.device_bytes * (coefficients.allocator_factor - 1)) + coefficients.workspace_bytes
     return Phase(phase.name, {**phase.device, "allocator and kernel workspaces": slack}, phase.host)
 
 
-def _text(config: TextEncoderConfig, request: RequestSize, quantized: bool, tp: int) -> Phase:
+def _text(config: TextEncoderConfig, request: RequestSize, quantized: bool, vision_fp32: bool, tp: int) -> Phase:
     rows, hidden, ffn = request.text_rows, config.hidden_size, config.intermediate_size // tp
     query = config.num_attention_heads * config.head_dim // tp
     key_value = config.num_key_value_heads * config.head_dim // tp
@@ -164,19 +194,19 @@ def _text(config: TextEncoderConfig, request: RequestSize, quantized: bool, tp: 
     device = {
         "decoder layer": rows * max(attention, mlp) * _BF16,
         "FP8 inputs": rows * (ffn + _FP8_SCALE) if quantized else 0,
-        "vision tower": _vision_bytes(config, request),
+        "vision tower": _vision_values(config, request) * (_FP32 if vision_fp32 else _BF16),
     }
     return _phase("text", device, {"token states": rows * hidden * _BF16})
 
 
-def _vision_bytes(config: TextEncoderConfig, request: RequestSize) -> int:
+def _vision_values(config: TextEncoderConfig, request: RequestSize) -> int:
     vision, tokens = config.vision, request.images * request.frame_tokens
     patches = _PATCHES_PER_TOKEN * tokens
     pixel_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     attention = 2 * vision.hidden_size + 3 * vision.hidden_size + 3 * vision.hidden_size
     mlp = 2 * vision.hidden_size + 2 * vision.intermediate_size
     features = (1 + len(vision.deepstack_visual_indexes)) * vision.out_hidden_size
-    return (patches * (pixel_values + max(attention, mlp)) + tokens * features) * _BF16
+    return patches * (pixel_values + max(attention, mlp)) + tokens * features
 
 
 def _denoise(model: ModelShapes, request: RequestSize, quantized: bool, tp: int) -> Phase:
@@ -205,13 +235,14 @@ def _denoise(model: ModelShapes, request: RequestSize, quantized: bool, tp: int)
     return _phase("denoise", device, {"initial noise": latent_row * _FP32})
 
 
-def _decode(request: RequestSize, streaming: bool, coefficients: Coefficients) -> Phase:
+def _decode(request: RequestSize, streaming: bool, batch: int, coefficients: Coefficients) -> Phase:
     values, picture = _RGB * request.pixels, _RGB * request.width * request.height
     clip = min(coefficients.decode_clip_frames, request.frames + 3) * picture
     device = {
         "frames": values * (2 if streaming else 2 * _FP32),
         "one temporal clip": clip * (2 * _FP16 + _FP32),
         "one tile's activations": coefficients.decode_tile_bytes,
+        "further tiles of a batch": (batch - 1) * coefficients.decode_more_tile_bytes,
     }
     return _phase("decode", device, {})
 

@@ -287,8 +287,7 @@ class HotCache:
             ]
             for read in reads:
                 read.result()
-            target[begin : begin + part.numel()].copy_(part, non_blocking=True)
-            sent[turn] = _mark(target.device)
+            sent[turn] = _send(target[begin : begin + part.numel()], part)
         for event in sent:
             _wait(event)
 
@@ -299,12 +298,19 @@ class HotCache:
         return self._slot
 
 
-def _mark(device: torch.device) -> Any:
-    """What tells when copies that were asked for until now are done; None where a copy is done when it returns."""
-    if device.type != "cuda":
+def _send(target: torch.Tensor, part: torch.Tensor) -> Any:
+    """Copy a part of the slot to the device.
+
+    Returns:
+        What tells when it is done with the slot; None where that is when this returns. Only CUDA's events are known
+        here: elsewhere a copy that went on behind would read what the next part has written over it.
+    """
+    if target.device.type != "cuda":
+        target.copy_(part)
         return None
+    target.copy_(part, non_blocking=True)
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(target.device))
     return event
 
 

@@ -141,7 +141,7 @@ def predict_resident(
             streamed = max(streamed, linear_bytes(sharded(spec, tp), Precision.BF16))
     if table is not None:
         parts["adaln"] = table.nbytes
-    for weight in other_weights(shapes.dit, shapes.text):
+    for weight in other_weights(shapes.dit, shapes.text, plan.vision):
         parts["refiner" if weight.part == "transformer" else weight.part] += weight.nbytes
     embedding = shapes.text.vocab_size * shapes.text.hidden_size * 2
     parts["text_encoder"] -= embedding - -(-embedding // tp)  # vocabulary-parallel

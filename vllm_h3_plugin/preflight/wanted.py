@@ -31,6 +31,7 @@ COMPOSE_VARIABLES = (
     "VLLM_H3_PORT",
     "VLLM_H3_PROFILE",
     "VLLM_H3_SHM_SIZE",
+    "ASCEND_2_PROFILE",
     *(f"ASCEND_CARD_{number}" for number in range(4)),
 )
 """Variables of the compose files that preflight looks at."""

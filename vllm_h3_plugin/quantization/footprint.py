@@ -7,7 +7,7 @@ Counted on one rank without tensor parallelism. What a request needs on top (act
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_h3_plugin.checkpoint.layout import (
     DitConfig,
@@ -83,8 +83,12 @@ def linear_weights(plan: PrecisionPlan, linears: Iterable[LinearSpec]) -> list[W
     return result
 
 
-def other_weights(dit: DitConfig, text: TextEncoderConfig) -> list[Weight]:
-    """Norms, embeddings and everything else that is no linear layer, one entry per part and dtype."""
+def other_weights(dit: DitConfig, text: TextEncoderConfig, vision: Precision = Precision.BF16) -> list[Weight]:
+    """Norms, embeddings and everything else that is no linear layer, one entry per part and dtype.
+
+    Args:
+        vision: what the vision tower is resident in; it is BF16 in the files.
+    """
     linears = linear_layers(dit, text)
     taken = {(spec.part == "transformer", source) for spec in linears for source in spec.sources}
     tensors: dict[tuple[str, str], list[TensorSpec]] = {}
@@ -93,6 +97,8 @@ def other_weights(dit: DitConfig, text: TextEncoderConfig) -> list[Weight]:
             if (in_dit, name) not in taken:
                 visual = name.startswith("model.visual.")
                 part = "transformer" if in_dit else "vision" if visual else "text_encoder"
+                if part == "vision" and vision is Precision.FP32:
+                    tensor = replace(tensor, dtype="F32")
                 tensors.setdefault((part, tensor.dtype), []).append(tensor)
     return [
         Weight(

@@ -63,7 +63,8 @@ def probe(name: str, case: Callable[[], str | None]) -> Probe:
 
 def disagreement(got: QuantizedActivation, want: QuantizedActivation) -> str | None:
     """What is wrong with a quantized activation; None if at most a few values differ by one rounding step."""
-    scales = int(((got.scale - want.scale).abs() > want.scale.abs() * 2**-7).sum())
+    # Turned round, so that NaN, which is not above anything, counts.
+    scales = int((~((got.scale - want.scale).abs() <= want.scale.abs() * 2**-7)).sum())
     if scales:
         return f"{scales} of {got.scale.numel()} scales differ"
     # Neighbouring E4M3 numbers of one sign are neighbouring bytes; both zeros are equal.

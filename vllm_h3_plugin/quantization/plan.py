@@ -17,6 +17,8 @@ from vllm_h3_plugin.quantization.recipe import Recipe, Rule
 _FP32_PATHS = frozenset(f"transformer.{name}" for name in FP32_LAYERS)
 ADALN_SUFFIX = ".adaln_proj.linear"
 """End of every AdaLN layer's path."""
+VISION = "text_encoder.vision."
+"""Begin of the path of every layer of the vision tower."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ class PrecisionPlan:
         """Paths that a quantization backend computes."""
         return tuple(path for path, given in self.assignments.items() if given.precision.quantized)
 
+    @property
+    def vision(self) -> Precision:
+        """Of the whole vision tower, its norms and embeddings included."""
+        return next(
+            (given.precision for path, given in self.assignments.items() if path.startswith(VISION)), Precision.BF16
+        )
+
 
 def plan(recipe: Recipe, linears: Iterable[LinearSpec]) -> PrecisionPlan:
     """Apply a recipe to a model's linear layers.
@@ -67,7 +76,7 @@ def plan(recipe: Recipe, linears: Iterable[LinearSpec]) -> PrecisionPlan:
     Raises:
         RecipeError: a layer that no rule matches; a rule that decides nothing, because it matches nothing or earlier
             rules take all that it matches; or a precision that a layer cannot have (the six FP32 layers are FP32,
-            AdaLN and the vision tower BF16, and nothing else is FP32).
+            AdaLN BF16, the vision tower BF16 or FP32 as a whole, and nothing else is FP32).
     """
     specs = tuple(linears)
     assignments: dict[str, Assignment] = {}
@@ -94,24 +103,27 @@ def plan(recipe: Recipe, linears: Iterable[LinearSpec]) -> PrecisionPlan:
     for number in range(len(recipe.rules)):
         if number not in deciding:
             raise _idle_rule(recipe, number, specs)
+    _check_vision(recipe, assignments)
     return PrecisionPlan(recipe, assignments)
 
 
 def required_precision(spec: LinearSpec) -> tuple[Precision, str] | None:
-    """The one precision that a layer can have, and why; None where a recipe may choose BF16 or a quantized one."""
+    """The one precision that a layer can have, and why; None where a recipe may choose."""
     if spec.path in _FP32_PATHS:
         return Precision.FP32, "it is one of the six FP32 layers, which the host builds in FP32"
     if spec.path.endswith(ADALN_SUFFIX):
         return Precision.BF16, "AdaLN stays BF16: its output shifts and scales every token of its block"
-    if spec.part == "vision":
-        return Precision.BF16, "the host builds the vision tower from plain BF16 layers"
     return None
 
 
 def _check_precision(recipe: Recipe, number: int, spec: LinearSpec) -> None:
     rule = recipe.rules[number]
     required = required_precision(spec)
-    if required is None and rule.precision is not Precision.FP32:
+    if spec.part == "vision":
+        if not rule.precision.quantized:
+            return
+        required = Precision.BF16, "the host builds the vision tower from plain layers, which are BF16 or FP32"
+    elif required is None and rule.precision is not Precision.FP32:
         return
     if required is not None and rule.precision is required[0]:
         return
@@ -122,6 +134,19 @@ def _check_precision(recipe: Recipe, number: int, spec: LinearSpec) -> None:
     raise RecipeError(
         f"{_name(recipe, number)} gives {spec.path} {rule.precision.value}", why=why, fix=fix, path=spec.path
     )
+
+
+def _check_vision(recipe: Recipe, assignments: Mapping[str, Assignment]) -> None:
+    given = {path: one for path, one in assignments.items() if path.startswith(VISION)}
+    words = sorted({one.precision.value for one in given.values()})
+    if len(words) > 1:
+        path = next(path for path, one in given.items() if one.precision is Precision.FP32)
+        raise RecipeError(
+            f"recipe {recipe.source} gives the vision tower {' and '.join(words)}",
+            why="its layers hand each other what they computed as it is",
+            fix=f"Give {VISION}** one precision, bf16 or fp32.",
+            path=path,
+        )
 
 
 def _idle_rule(recipe: Recipe, number: int, specs: tuple[LinearSpec, ...]) -> RecipeError:

@@ -36,7 +36,8 @@ def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: s
         host: name of the installed host in ``launch/image.lock``.
 
     Raises:
-        SettingsError: a wrong map, or another number of cards than are visible; names both and the variable.
+        SettingsError: a wrong map, another number of cards than are visible (names both and the variable), or Ascend
+            cards under the other host.
     """
     placed = placement_of(profile)
     if placed and placed.elsewhere and host != "ascend":
@@ -53,6 +54,12 @@ def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: s
     if one_of_several and visible.present == 0 and "CUDA_VISIBLE_DEVICES" not in environ:
         return  # Devices without nodes, as under WSL: the host counts them itself.
     check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
+    if profile.accelerator == "npu" and host != "ascend":
+        raise SettingsError(
+            f"profile {name or profile.description} is for Ascend cards and the {host} host is installed",
+            why="the two hosts are pinned to different versions, and the image for Ascend has the ascend one",
+            fix="Start it in that image, or in the environment that `HOST=ascend make setup` makes.",
+        )
 
 
 def check_method_of(profile: Profile, name: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,11 +28,14 @@ HOST_ENVIRONMENT = {
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 
-# The host's deadlines for one request, 600 s each unless set. The first is a job's here, unless H3_JOB_TIMEOUT_S is.
-# After the second the mp executor ends its workers (vllm_omni/diffusion/executor/multiproc_executor.py): it comes last,
-# so that a job is stopped between two steps and the model stays loaded.
+# The host's deadlines for one request, 600 s each unless set. The first is the least that a job has here, unless
+# H3_JOB_TIMEOUT_S is set; its own steps move it on (serving/jobs/run.py). After the second the mp executor ends its
+# workers (vllm_omni/diffusion/executor/multiproc_executor.py): it comes last, so that a job is stopped between two
+# steps and the model stays loaded. Nobody can predict a clip when the server starts, so it is longer than any; a worker
+# that does not move is found by its steps (host/liveness.py).
 JOB_DEADLINE, WORKER_DEADLINE = "VLLM_OMNI_VIDEO_SYNC_TIMEOUT", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT"
 WORKER_GRACE_S = 600
+ANY_CLIP_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ def server_command(
         argv += ["--distributed-executor-backend", profile.executor]
     if profile.attention:
         argv += ["--diffusion-attention-backend", profile.attention]
+    if profile.lora:
+        # Absolute: the host looks a relative path up on a hub (vllm/lora/utils.py get_adapter_absolute_path).
+        argv += ["--lora-path", os.path.abspath(profile.lora)]
     if profile.eager:
         argv += ["--enforce-eager"]
     plugins = [name for name in environ.get("VLLM_PLUGINS", "").split(",") if name]
@@ -103,7 +110,7 @@ def server_command(
         **{name: environ.get(name, value) for name, value in HOST_ENVIRONMENT.items()},
         # A variable that is set to nothing, as compose passes it, is not set.
         JOB_DEADLINE: environ.get(JOB_DEADLINE) or str(profile.request_timeout_s),
-        WORKER_DEADLINE: environ.get(WORKER_DEADLINE) or str(_longest_s(profile, environ) + WORKER_GRACE_S),
+        WORKER_DEADLINE: environ.get(WORKER_DEADLINE) or str(_longest_s(environ)),
     }
     if run_dir is not None:
         environment["H3_RUN_DIR"] = str(run_dir)
@@ -117,12 +124,12 @@ def server_command(
     return ServerCommand((*argv, *extra), environment, url, _api_key(extra, environ))
 
 
-def _longest_s(profile: Profile, environ: Mapping[str, str]) -> int:
-    """Seconds that a job may take, as far as they can be read here; the server itself refuses what is no number."""
+def _longest_s(environ: Mapping[str, str]) -> int:
+    """Seconds after which workers may be ended; the server itself refuses a setting that is no number."""
     try:
-        return math.ceil(float(environ.get("H3_JOB_TIMEOUT_S") or profile.request_timeout_s))
-    except (ValueError, OverflowError):
-        return profile.request_timeout_s
+        return math.ceil(float(environ["H3_JOB_TIMEOUT_S"])) + WORKER_GRACE_S
+    except (KeyError, ValueError, OverflowError):
+        return ANY_CLIP_S
 
 
 def _api_key(extra: Sequence[str], environ: Mapping[str, str]) -> str | None:

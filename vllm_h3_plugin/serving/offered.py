@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_h3_plugin.serving.references.limits import ReferenceLimits
-from vllm_h3_plugin.serving.rules.ask import MAX_PROMPT_CHARACTERS, MAX_STEPS, SEED_MAX, SEED_MIN
+from vllm_h3_plugin.serving.rules.ask import MAX_PROMPT_CHARACTERS, SEED_MAX, SEED_MIN
 from vllm_h3_plugin.serving.rules.canvas import FLATTEST, canvas
 from vllm_h3_plugin.serving.rules.length import DEFAULT_FRAMES, longest_frames, shortest_frames
 from vllm_h3_plugin.serving.rules.limits import Limits
@@ -24,7 +24,6 @@ def offered(limits: Limits) -> dict[str, Any]:
         By field: ``min``, ``max`` and ``default``; sizes in pixels, lengths in seconds and frames. Seeds are text: a
         double does not hold them. ``size.canvases`` is what each ratio makes where no size is given.
     """
-    fixed = limits.steps_fixed
     pictures = ReferenceLimits()
     return {
         "tasks": list(limits.tasks),
@@ -45,11 +44,7 @@ def offered(limits: Limits) -> dict[str, Any]:
             "offset": FRAME_OFFSET,
             "default": {task: min(DEFAULT_FRAMES[task], longest_frames(limits)) for task in limits.tasks},
         },
-        "num_inference_steps": {
-            "min": limits.steps if fixed else 1,
-            "max": limits.steps if fixed else MAX_STEPS,
-            "default": limits.steps,
-        },
+        "num_inference_steps": dict(zip(("min", "max", "default"), limits.usual_steps, strict=True)),
         "seed": {"min": str(SEED_MIN), "max": str(SEED_MAX)},
         "n": {"min": 1, "max": limits.outputs},
         "picture": {

@@ -46,12 +46,18 @@ class Profile(BaseModel):
         description="Weights that stay on the device between stages: all, or those of the stage that runs.",
     )
     attention: str | None = Field(default=None, description="Attention backend by name; unset: the platform's choice.")
+    lora: Path | None = Field(
+        default=None, description="Adapter that is loaded at start: a Turbo, FlashGen, PEFT or FastH3 file or folder."
+    )
+    adapter: Literal["turbo", "fasth3", "flashgen"] | None = Field(
+        default=None, description="Kind of adapter that the profile is for; a start without one is refused."
+    )
     eager: bool = Field(default=False, description="The host's --enforce-eager: nothing is compiled or warmed.")
     ready_timeout_s: int = Field(default=1800, ge=1, description="Seconds to wait for the server to become ready.")
     request_timeout_s: int = Field(
         default=3600,
         ge=1,
-        description="Longest that a request may take, in seconds; the host's deadlines are set to it.",
+        description="Seconds that a request may take at least; twice what its own steps predict, if that is longer.",
     )
 
     @field_validator("roles", mode="before")

@@ -13,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from types import TracebackType
@@ -148,10 +149,12 @@ class ClipEncoder:
                 continue
 
     def _run(self) -> None:
-        # x264's threads inherit it. What decodes the next frames, and whoever asks the server meanwhile, goes first.
-        mine = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, mine, min(19, os.getpriority(os.PRIO_PROCESS, mine) + _NICER))
         try:
+            # x264's threads inherit it. What decodes the next frames, and whoever asks the server meanwhile, goes
+            # first. Some sandboxes forbid it.
+            with suppress(OSError):
+                mine = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, mine, min(19, os.getpriority(os.PRIO_PROCESS, mine) + _NICER))
             self._result = self._file()
         except BaseException as exc:  # noqa: BLE001  # finish() tells
             self._fault = exc

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.server.clients.conftest import KEY, Keyed
+from tests.server.conftest import MOST_STEPS
 from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
 
@@ -21,7 +22,7 @@ from vllm_h3_plugin.video.verify import verify
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SMALL = {"num_inference_steps": "3", "seed": "1"}
-LONG = {"num_inference_steps": "200", "seed": "5"}
+LONG = {"num_inference_steps": str(MOST_STEPS), "seed": "5"}
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -90,10 +91,14 @@ def flip(path: Path, offset: int) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
+HANGS_S = 60
+
+
 def killed(child: Callable[[], None]) -> None:
-    """Run ``child`` in a process of its own, which must end itself with SIGKILL."""
+    """Run ``child`` in a process of its own, which must end itself with SIGKILL; one that hangs says where and ends."""
     pid = os.fork()
     if pid == 0:
+        faulthandler.dump_traceback_later(HANGS_S, exit=True)
         try:
             child()
         finally:

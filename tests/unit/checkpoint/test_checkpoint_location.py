@@ -67,6 +67,15 @@ def test_no_checkpoint_anywhere(tmp_path: Path) -> None:
     assert "vllm-h3 synth" in the_fault(tmp_path, None, "no_checkpoint").fix
 
 
+@pytest.mark.parametrize("marker", ["fastvideo_inference.json", "modular_model_index.json"])
+def test_fasth3_v2_is_refused_by_name_with_what_works(tmp_path: Path, marker: str) -> None:
+    (tmp_path / marker).write_text("{}", encoding="utf-8")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "MiniMaxH3ModularPipeline"}', encoding="utf-8")
+    fault = the_fault(tmp_path, None, "fasth3_v2")
+    assert "FastH3 V2" in fault.why and "exact" in fault.why
+    assert "spark-fasth3" in fault.fix and "spark-turbo" in fault.fix
+
+
 def test_index_of_another_model(checkpoint) -> None:
     path = checkpoint.fl2va / "model_index.json"
     checkpoint.edit_json(path, lambda value: value.update(_class_name="FluxPipeline"))

@@ -89,6 +89,18 @@ def test_files_beyond_the_bound_go_least_recently_used_first(store: Make, tmp_pa
     assert left == {0.1, 0.3}
 
 
+def test_a_use_is_no_change_of_the_file_for_who_reads_it_meanwhile(store: Make) -> None:
+    """Ranks of one machine read one file; the reader refuses one whose time of change moves under it."""
+    tables = store()
+    tables.save(table_of(steps(0.1)))
+    path = tables.path(steps(0.1))
+    assert path is not None
+    os.utime(path, (1, 1))
+    changed = path.stat().st_mtime_ns
+    assert store().load(steps(0.1)) is not None
+    assert path.stat().st_mtime_ns == changed and path.stat().st_atime_ns > changed
+
+
 def _flip(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1

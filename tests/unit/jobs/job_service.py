@@ -62,7 +62,8 @@ class FakeOrder:
     async def make(self, job_id: str) -> Made:
         self._worker.orders[job_id] = self
         self.began.set()
-        await self.end.wait()
+        if job_id not in self._worker.stopped:
+            await self.end.wait()
         if job_id in self._worker.stopped:
             raise RuntimeError("stopped by its flag")
         if self.error is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -110,10 +111,36 @@ def test_a_job_that_takes_too_long_is_stopped_and_says_which_setting_decides(tmp
             job, _ = await service.submit(asked(), FakeOrder(worker))
             ended = await service.wait(job.id)
             assert ended is not None and ended.failure is not None
-            assert ended.failure.code == "deadline_exceeded"
+            assert (ended.failure.code, ended.failure.http_status) == ("deadline_exceeded", 504)
             assert "H3_JOB_TIMEOUT_S" in ended.failure.message
 
     asyncio.run(run())
+
+
+def test_a_long_job_that_moves_as_its_steps_predict_is_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_PREDICT_S", 0.01), ("AFTER_LAST_STEP_S", 0.0)):
+        monkeypatch.setattr(f"vllm_h3_plugin.serving.jobs.run.{name}", seconds)
+
+    async def run(rules: Rules, each: float) -> str:
+        async with serving(tmp_path, rules) as (service, worker):
+            order = FakeOrder(worker)
+            job, _ = await service.submit(asked(), order)
+            worker.state = {
+                "request": f"{job.id}-1", "phase": "denoising", "step": 2, "steps": 4, "seconds_per_step": each,
+                "time": time.time() + 60, "busy_since": 0.0,
+            }  # fmt: skip
+            await order.began.wait()
+            await asyncio.sleep(0.3)
+            order.end.set()
+            ended = await service.wait(job.id)
+            assert ended is not None
+            return ended.failure.code if ended.failure else "made"
+
+    assert asyncio.run(run(Rules(deadline_s=0.1), 10.0)) == "made"
+    assert asyncio.run(run(Rules(deadline_s=0.1), 0.0001)) == "deadline_exceeded"
+    assert asyncio.run(run(Rules(deadline_s=0.1, fixed=True), 10.0)) == "deadline_exceeded"
 
 
 def test_the_line_refuses_what_would_wait_behind_too_many(tmp_path: Path) -> None:

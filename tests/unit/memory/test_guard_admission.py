@@ -36,6 +36,7 @@ GUARD = {
     "task": None,
     "quantized": True,
     "streaming": True,
+    "vision_fp32": False,
     "tables": False,
 }
 
@@ -105,6 +106,32 @@ def test_admitted_request_reaches_the_handler_byte_for_byte(site: Site, body: di
     # A multipart body has a new random boundary each time.
     assert len(site.got[0]) == len(untouched)
     assert "files" in body or site.got[0] == untouched
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=b"])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_body_without_end_is_refused_before_it_fills_memory_or_disk(
+    site: Site, monkeypatch: pytest.MonkeyPatch, kind: str, told: bool
+) -> None:
+    from vllm_h3_plugin.host import video_body
+
+    for name in ("MAX_TEXT_BYTES", "MAX_BODY_BYTES"):
+        monkeypatch.setattr(video_body, name, 10_000)
+    site.set(100 * GIB)
+    head = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n'
+    sent = 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal sent
+        yield head
+        for _ in range(1000):
+            sent += 1000
+            yield b"x" * 1000
+
+    body = head + b"x" * 20_000 if told else chunks()
+    answer = site.http.post("/v1/videos", content=body, headers={"content-type": kind})
+    assert (answer.status_code, answer.json()["faults"][0]["why"]) == (400, "it is too large")
+    assert site.got == []
 
 
 @pytest.mark.parametrize("path", ["/v1/videos", "/v1/videos/sync", "/v1/chat/completions"])

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from vllm_h3_plugin.errors import LoadError, SettingsError
+from vllm_h3_plugin.memory import hot_cache
 from vllm_h3_plugin.memory.hot_cache import HostCopy, HotCache, Policy
 
 ORDER = ("text_encoder", "dit", "vae")
@@ -110,6 +113,14 @@ def test_bytes_of_another_source_are_each_read_once(slot_bytes: int | None) -> N
         assert torch.equal(module.weight, before)
     assert sum(size for _, size in seen) == before.nbytes and (len(seen) == 1) == (slot_bytes is None)
     assert cache.facts()["dit"]["host_copy_bytes"] == 0
+
+
+def test_a_copy_to_a_device_whose_events_are_unknown_is_waited_for() -> None:
+    """The slot is filled again as soon as it is said to be free."""
+    asked: list[dict[str, object]] = []
+    card = SimpleNamespace(device=SimpleNamespace(type="npu"), copy_=lambda part, **how: asked.append(how))
+    assert hot_cache._send(card, torch.zeros(4)) is None  # type: ignore[arg-type]
+    assert asked == [{}], "not in the background"
 
 
 def test_a_stage_without_a_turn_is_refused() -> None:

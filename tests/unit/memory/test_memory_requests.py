@@ -11,7 +11,7 @@ from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
 from vllm_h3_plugin.checkpoint.synthetic.spec import tiny_text
 from vllm_h3_plugin.errors import UsageError
 from vllm_h3_plugin.memory import requests
-from vllm_h3_plugin.memory.activations import Peak, Phase, predict_peak
+from vllm_h3_plugin.memory.activations import Peak, Phase, predict_peak, tiles_at_once
 from vllm_h3_plugin.memory.coefficients import DEFAULT, UNMEASURED, Coefficients
 from vllm_h3_plugin.memory.fit import free_for_requests, longest_clip
 from vllm_h3_plugin.memory.requests import RequestSize, api_clip_lengths
@@ -111,12 +111,38 @@ def test_decode_holds_uint8_frames_twice_or_fp32_frames_twice() -> None:
     assert phase(predict_peak(TRUE, request), "encode").host["frames as arrays"] == 3 * values
 
 
+def test_each_further_tile_of_a_batch_takes_its_share() -> None:
+    request = RequestSize(1344, 768, 124)
+    one, seven = (phase(predict_peak(TRUE, request, decode_batch=batch), "decode") for batch in (1, 7))
+    assert "further tiles of a batch" not in one.device
+    assert seven.device["further tiles of a batch"] == 6 * DEFAULT.decode_more_tile_bytes
+    # A tile of the released VAE is 1797 tokens; the widest place of a block takes 78 KB of each.
+    assert DEFAULT.decode_more_tile_bytes == pytest.approx(1797 * 77_824)
+
+
+def test_as_many_tiles_are_decoded_at_once_as_the_prediction_lets_in() -> None:
+    request = RequestSize(1344, 768, 124)
+
+    def taken(batch: int) -> int:
+        return phase(predict_peak(TRUE, request, decode_batch=batch), "decode").device_bytes
+
+    for batch in (1, 2, 9, 28):
+        assert tiles_at_once(request, taken(batch), tiles=28) == batch
+        assert tiles_at_once(request, taken(batch) - 1, tiles=28) == max(1, batch - 1)
+    assert tiles_at_once(request, taken(40), tiles=28) == 28
+    assert tiles_at_once(request, -5 * GIB, tiles=28) == tiles_at_once(request, 0, tiles=28) == 1
+    # 0.28 keeps whole frames in FP32 beside the tiles.
+    assert tiles_at_once(request, taken(9), tiles=28, streaming=False) < 9
+
+
 def test_pictures_add_a_phase_and_text_rows() -> None:
     plain, with_picture = (RequestSize(768, 448, 124, images=count) for count in (0, 1))
     peak = predict_peak(TRUE, with_picture)
     assert [phase.name for phase in peak.phases] == ["references", "text", "denoise", "decode", "encode"]
     assert "vision tower" in phase(peak, "text").device
     assert phase(peak, "denoise").nbytes > phase(predict_peak(TRUE, plain), "denoise").nbytes
+    wide = phase(predict_peak(TRUE, with_picture, vision_fp32=True), "text")
+    assert wide.device["vision tower"] == 2 * phase(peak, "text").device["vision tower"]
 
 
 def test_a_new_schedules_table_is_there_in_every_phase() -> None:

@@ -149,6 +149,12 @@ def test_a_part_beside_the_dit_is_refused_where_the_host_cannot_show_its_card(no
     assert "ascend host" in caught.value.fix
 
 
+def test_ascend_cards_under_the_other_host_are_refused(nodes) -> None:
+    with pytest.raises(SettingsError, match="profile ascend-4 is for Ascend cards and the nvidia host is") as caught:
+        check_cards(load_profile("ascend-4"), "ascend-4", {}, "nvidia")
+    assert "HOST=ascend make setup" in caught.value.fix
+
+
 @pytest.mark.host
 def test_a_wrong_count_stops_the_start_before_the_checkpoint_is_looked_for(nodes, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")

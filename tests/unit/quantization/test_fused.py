@@ -101,6 +101,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_says_how() -> None:
     assert "1 of 10240 values differ by more" in str(disagreement(activation(far, want.scale), want))
     assert "50.0% of values differ" in str(disagreement(activation(many, want.scale), want))
     assert "64 of 64 scales" in str(disagreement(QuantizedActivation(want.values, want.scale * 2), want))
+    assert "64 of 64 scales" in str(disagreement(QuantizedActivation(want.values, want.scale * torch.nan), want))
     result = probe("quantize", lambda: disagreement(activation(far, want.scale), want))
     assert not result.ok and "values differ by more than a rounding step" in result.reason
 

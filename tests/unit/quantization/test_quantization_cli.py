@@ -162,11 +162,12 @@ def test_list_names_every_recipe(h3):
         "fp8-attn-int8",
         "fp8-tensor",
         "fp8-text-bf16",
+        "fp8-vision-fp32",
         "int8",
         "int8-text",
     ]
     _, out, _ = h3("recipe", "list", "--json")
-    assert [recipe["method"] for recipe in json.loads(out)["recipes"]] == [None, None, *["fp8"] * 5, *["int8"] * 2]
+    assert [recipe["method"] for recipe in json.loads(out)["recipes"]] == [None, None, *["fp8"] * 6, *["int8"] * 2]
 
 
 def test_the_verb_imports_no_torch():

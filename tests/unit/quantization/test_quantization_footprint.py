@@ -29,7 +29,8 @@ from vllm_h3_plugin.quantization.recipe import load_recipe
 
 def weights_of(recipe: str, dit: DitConfig, text: TextEncoderConfig) -> list[Weight]:
     linears = linear_layers(dit, text)
-    return linear_weights(plan(load_recipe(recipe), linears), linears) + other_weights(dit, text)
+    given = plan(load_recipe(recipe), linears)
+    return linear_weights(given, linears) + other_weights(dit, text, given.vision)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,16 @@ def test_bf16_weighs_what_the_checkpoint_holds():
 def test_the_real_model_weighs_what_is_published(recipe, part, gib, tolerance):
     weights = weights_of(recipe, DitConfig(), TextEncoderConfig())
     assert total_of(weight for weight in weights if weight.part in part).gib == pytest.approx(gib, abs=tolerance)
+
+
+def test_a_vision_tower_in_fp32_weighs_twice_as_much_norms_and_embeddings_too():
+    dit, text = DitConfig(num_layers=1), TextEncoderConfig(num_hidden_layers=1)
+    plain, wide = (
+        total_of(weight for weight in weights_of(recipe, dit, text) if weight.part == "vision")
+        for recipe in ("fp8", "fp8-vision-fp32")
+    )
+    assert wide.nbytes == 2 * plain.nbytes and wide.parameters == plain.parameters
+    assert plain.gib == pytest.approx(1.1, abs=0.05)
 
 
 def test_the_real_dit_has_its_published_parameters():

@@ -51,17 +51,19 @@ def test_packaged_recipe_covers_every_linear(name, model, request):
 @pytest.mark.parametrize("name", recipe_names())
 def test_fp32_adaln_and_vision_are_the_same_in_every_packaged_recipe(name, real):
     result = plan(load_recipe(name), real)
-    fp32 = {path for path, given in result.assignments.items() if given.precision is FP32}
+    tower = {spec.path for spec in real if spec.part == "vision"}
+    fp32 = {path for path, given in result.assignments.items() if given.precision is FP32 and path not in tower}
     assert fp32 == {f"transformer.{layer}" for layer in FP32_LAYERS} and len(fp32) == 6
     adaln = {given.precision for path, given in result.assignments.items() if "adaln" in path}
-    vision = {result[spec.path].precision for spec in real if spec.part == "vision"}
-    assert adaln == {BF16} and vision == {BF16}
+    vision = {result[path].precision for path in tower}
+    assert adaln == {BF16} and vision == {FP32 if name == "fp8-vision-fp32" else BF16} == {result.vision}
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("fp8", {"block": CHANNEL, "refiner": CHANNEL, "condition": BF16, "text": CHANNEL}),
+        ("fp8-vision-fp32", {"block": CHANNEL, "refiner": CHANNEL, "condition": BF16, "text": CHANNEL}),
         ("fp8-text-bf16", {"block": CHANNEL, "refiner": CHANNEL, "condition": BF16, "text": BF16}),
         ("fp8-tensor", {"block": TENSOR, "refiner": TENSOR, "condition": TENSOR, "text": TENSOR}),
         ("bf16", {"block": BF16, "refiner": BF16, "condition": BF16, "text": BF16}),
@@ -134,10 +136,21 @@ def test_adaln_in_anything_but_bf16_is_refused(refused, path, precision):
     assert f"rule 1 ({path}) gives {path} {precision}" in message and "AdaLN stays BF16" in message
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8_channel"])
+@pytest.mark.parametrize("precision", ["fp8_channel", "fp8_tensor"])
 def test_a_quantized_vision_tower_is_refused(refused, precision):
     message = refused(lambda rules: rules.insert(0, rule("text_encoder.vision.blocks.**", precision)))
     assert f"text_encoder.vision.blocks.0.attn.qkv {precision}" in message and "vision tower" in message
+    assert "Give it bf16" in message
+
+
+def test_a_vision_tower_in_two_precisions_is_refused(refused):
+    message = refused(lambda rules: rules.insert(0, rule("text_encoder.vision.blocks.**", "fp32")))
+    assert "gives the vision tower bf16 and fp32" in message and "one precision" in message
+
+
+def test_fp32_is_for_the_vision_tower_and_not_for_what_stands_beside_it(refused):
+    message = refused(lambda rules: rules.insert(0, rule("text_encoder.text_model.**", "fp32")))
+    assert "builds this layer in BF16" in message
 
 
 def test_fp32_for_a_layer_that_the_host_builds_in_bf16_is_refused(refused):

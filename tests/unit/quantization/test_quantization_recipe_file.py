@@ -33,6 +33,7 @@ def test_packaged_recipes_are_these_and_named_after_their_files():
         "fp8-attn-int8",
         "fp8-tensor",
         "fp8-text-bf16",
+        "fp8-vision-fp32",
         "int8",
         "int8-text",
     )

@@ -123,7 +123,7 @@ def test_the_hosts_deadlines_are_the_profiles_unless_the_caller_set_them(tmp_pat
     assert {"VLLM_OMNI_VIDEO_SYNC_TIMEOUT=3600", "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT=90"} <= set(words)
     assert "VLLM_OMNI_VIDEO_SYNC_TIMEOUT=21600" in _command(tmp_path, request_timeout_s=21600)
     # A job is stopped before its worker would be ended.
-    assert "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT=4200" in _command(tmp_path)
+    assert "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT=604800" in _command(tmp_path)
     assert "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT=7800" in _command(tmp_path, {"H3_JOB_TIMEOUT_S": "7200"})
     assert load_profile("spark-long").request_timeout_s > load_profile("spark").request_timeout_s > 600
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from vllm_h3_plugin.checkpoint.layout import TensorSpec
@@ -19,9 +19,9 @@ from vllm_h3_plugin.checkpoint.synthetic.spec import MAX_SHARD_BYTES
 Progress = Callable[[int], None]
 
 
-def header(specs: Sequence[TensorSpec]) -> bytes:
+def header(specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> bytes:
     """Header of a safetensors file that holds ``specs`` one after the other, its length in front."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"} if metadata is None else dict(metadata)}
     offset = 0
     for spec in specs:
         entries[spec.name] = {

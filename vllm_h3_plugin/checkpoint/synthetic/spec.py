@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vllm_h3_plugin.checkpoint.configs import DitConfig, TextEncoderConfig, VisionConfig
+from vllm_h3_plugin.checkpoint.synthetic.vit_vae import VitVae
 from vllm_h3_plugin.errors import UsageError
 
 Layout = Literal["native", "diffusers"]
@@ -104,6 +105,8 @@ class SynthSpec:
         outliers: multiply a few rows of each quantizable linear by 30, which a scale per tensor handles badly.
         shard_bytes: largest shard in bytes of tensor data. None: 5 GB, and at least two shards a part.
         seed: the same seed and options give the same bytes.
+        video_vae: the released video VAE's network with random weights; None: a small codec whose clips look like
+            something.
     """
 
     partition: str = "fl2va"
@@ -113,6 +116,7 @@ class SynthSpec:
     outliers: bool = False
     shard_bytes: int | None = None
     seed: int = 0
+    video_vae: VitVae | None = None
 
     @property
     def partitions(self) -> tuple[Partition, ...]:

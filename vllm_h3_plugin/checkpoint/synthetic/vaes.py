@@ -2,7 +2,8 @@
 """The two VAEs of a synthetic checkpoint: small linear codecs with the real interface, as remote code.
 
 They are not random: what they decode has to look and sound like something. Their code lies in ``templates/`` as plain
-Python files and is copied; their weights are the codecs' basis functions.
+Python files and is copied; their weights are the codecs' basis functions. Instead of the video codec there can be the
+released VAE's network with random weights (:mod:`.vit_vae`), which takes the time and memory that the real one takes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,12 @@ from numpy.typing import NDArray
 
 from vllm_h3_plugin.checkpoint.configs import AUDIO_CHANNELS, VIDEO_CHANNELS
 from vllm_h3_plugin.checkpoint.layout import TensorSpec
-from vllm_h3_plugin.checkpoint.synthetic.shards import header
+from vllm_h3_plugin.checkpoint.synthetic.plan import TensorPlan
+from vllm_h3_plugin.checkpoint.synthetic.shards import Progress, header
+from vllm_h3_plugin.checkpoint.synthetic.vit_vae import VitVae
 
 _TEMPLATES = Path(__file__).parent / "templates"
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 _PATCH = 16
 # (vertical, horizontal) frequency of each latent channel of a colour; the first is the mean.
@@ -61,20 +66,55 @@ def audio_vae_tensors() -> dict[str, NDArray[np.float32]]:
     }
 
 
-def _write(folder: Path, config: dict[str, object], tensors: dict[str, NDArray[np.float32]]) -> None:
+def _write_code(folder: Path, config: dict[str, object], template: str) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for template in sorted((_TEMPLATES / folder.name).glob("*.py")):
-        shutil.copyfile(template, folder / template.name)
+    for file in sorted((_TEMPLATES / template).glob("*.py")):
+        shutil.copyfile(file, folder / file.name)
+
+
+def _write(folder: Path, config: dict[str, object], tensors: dict[str, NDArray[np.float32]]) -> None:
+    _write_code(folder, config, folder.name)
     specs = [TensorSpec(name, tuple(value.shape), "F32") for name, value in tensors.items()]
-    with (folder / "diffusion_pytorch_model.safetensors").open("wb") as file:
+    with (folder / _WEIGHTS).open("wb") as file:
         file.write(header(specs))
         for value in tensors.values():
             file.write(np.ascontiguousarray(value, "<f4").tobytes())
 
 
-def write_vaes(root: Path) -> None:
-    """Write ``video_vae/`` and ``audio_vae/`` below ``root``."""
+def write_vit_vae(
+    folder: Path,
+    vae: VitVae,
+    plans: Sequence[TensorPlan] | None = None,
+    *,
+    seed: int = 0,
+    progress: Progress = lambda written: None,
+) -> None:
+    """Write a video VAE with the released one's network and random weights, a few MB in memory at a time.
+
+    Args:
+        plans: where its values come from; None: every value is drawn.
+        progress: called with the number of bytes just written.
+    """
+    _write_code(folder, vae.config(), "vit_video_vae")
+    plans = vae.plans("video_vae") if plans is None else plans
+    with (folder / _WEIGHTS).open("wb") as file:
+        file.write(header([plan.spec for plan in plans]))
+        for plan in plans:
+            for block in plan.data(seed):
+                file.write(block)
+                progress(len(block))
+
+
+def write_vaes(
+    root: Path, vit: VitVae | None = None, *, seed: int = 0, progress: Progress = lambda written: None
+) -> None:
+    """Write ``video_vae/`` and ``audio_vae/`` below ``root``.
+
+    Args:
+        vit: what the video VAE is; None: the codec.
+        progress: called with bytes of ``vit`` just written.
+    """
     video = {
         "model_type": "synthetic_h3_video_vae",
         "auto_map": {"AutoModel": "modeling_video_vae.SyntheticH3VideoVAE"},
@@ -90,5 +130,8 @@ def write_vaes(root: Path) -> None:
         "latents_std": [1.0] * AUDIO_CHANNELS,
         "sample_rate": 32000,
     }
-    _write(root / "video_vae", video, video_vae_tensors())
+    if vit is None:
+        _write(root / "video_vae", video, video_vae_tensors())
+    else:
+        write_vit_vae(root / "video_vae", vit, seed=seed, progress=progress)
     _write(root / "audio_vae", audio, audio_vae_tensors())

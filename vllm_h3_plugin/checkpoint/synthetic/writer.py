@@ -52,8 +52,10 @@ def _plans(spec: SynthSpec, partition: Partition) -> tuple[list[TensorPlan], lis
 
 
 def planned_bytes(spec: SynthSpec) -> int:
-    """Bytes of tensor data that :func:`write_checkpoint` will write for the DiT and the text encoder."""
-    return sum(plan.spec.nbytes for partition in spec.partitions for part in _plans(spec, partition) for plan in part)
+    """Bytes of tensor data that :func:`write_checkpoint` will write, the small codecs' apart."""
+    vae = [] if spec.video_vae is None else spec.video_vae.plans("video_vae")
+    parts = [part for partition in spec.partitions for part in (*_plans(spec, partition), vae)]
+    return sum(plan.spec.nbytes for part in parts for plan in part)
 
 
 def _check_target(root: Path, needed: int) -> None:
@@ -131,7 +133,7 @@ def write_checkpoint(
                 ("text_encoder", "model", text),
             ):
                 write_part(folder / name, stem, plans, seed=spec.seed, limit=spec.shard_bytes, progress=progress)
-            write_vaes(folder)
+            write_vaes(folder, spec.video_vae, seed=spec.seed, progress=progress)
             write_side_files(folder, partition, spec)
         if len(spec.partitions) > 1:
             write_json(part / "model_index.json", model_index(None, spec))

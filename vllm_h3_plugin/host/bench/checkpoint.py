@@ -19,11 +19,18 @@ import numpy as np
 from vllm_h3_plugin.checkpoint.atomic import fsync, gib
 from vllm_h3_plugin.checkpoint.layout import FP32_BUFFERS
 from vllm_h3_plugin.checkpoint.page_cache import drop
-from vllm_h3_plugin.checkpoint.synthetic import SynthSpec, planned_bytes, tiny_dit, tiny_text, true_width_text
+from vllm_h3_plugin.checkpoint.synthetic import (
+    SynthSpec,
+    VitVae,
+    planned_bytes,
+    tiny_dit,
+    tiny_text,
+    true_width_text,
+)
 from vllm_h3_plugin.checkpoint.synthetic.plan import TensorPlan, dit_plans, text_plans
 from vllm_h3_plugin.checkpoint.synthetic.shards import write_part
 from vllm_h3_plugin.checkpoint.synthetic.side_files import write_side_files
-from vllm_h3_plugin.checkpoint.synthetic.vaes import write_vaes
+from vllm_h3_plugin.checkpoint.synthetic.vaes import write_vaes, write_vit_vae
 from vllm_h3_plugin.checkpoint.synthetic.values import Distribution, RowStream, encode
 from vllm_h3_plugin.errors import UsageError
 
@@ -112,8 +119,15 @@ def write(folder: Path, spec: SynthSpec, progress: Callable[[int], None] = lambd
     return root
 
 
+def write_video_vae(folder: Path, vae: VitVae) -> None:
+    """Write a ``video_vae/`` folder with the released network."""
+    write_vit_vae(folder, vae, _repeated(vae.plans("video_vae")))
+    _block.cache_clear()
+    _values.cache_clear()
+
+
 def _repeated(plans: Sequence[TensorPlan]) -> list[RepeatedPlan]:
     return [RepeatedPlan(**{field.name: getattr(plan, field.name) for field in fields(plan)}) for plan in plans]
 
 
-__all__ = ["RepeatedPlan", "planned_bytes", "require_room", "spec_of", "write"]
+__all__ = ["RepeatedPlan", "planned_bytes", "require_room", "spec_of", "write", "write_video_vae"]

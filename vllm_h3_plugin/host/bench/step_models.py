@@ -153,6 +153,9 @@ class Request:
 
     Args:
         size: of the clip, with its number of text tokens.
+
+    Attributes:
+        step: what the branch lays out as ``inputs``, which a step of the model takes.
     """
 
     def __init__(self, model: Model, size: RequestSize, device: torch.device) -> None:
@@ -179,14 +182,15 @@ class Request:
         )
         self.tokens, self.used = self.branch.seq_len, self.branch.used_len
         video, audio = (1.0 - sigma for sigma in SIGMAS)
-        self.inputs = self.branch.forward_kwargs(
-            video_rows=normal(len(self.branch.img_pos), 96),
-            audio_rows=normal(len(self.branch.audio_pos), 32),
-            t_video=video,
-            t_audio=audio,
-            imgvid_cond_timestep=max(video, 0.999),
-            audio_ref_cond_timestep=1.0,
-        )
+        self.step: dict[str, Any] = {
+            "video_rows": normal(len(self.branch.img_pos), 96),
+            "audio_rows": normal(len(self.branch.audio_pos), 32),
+            "t_video": video,
+            "t_audio": audio,
+            "imgvid_cond_timestep": max(video, 0.999),
+            "audio_ref_cond_timestep": 1.0,
+        }
+        self.inputs = self.branch.forward_kwargs(**self.step)
         self._into_blocks: tuple[torch.Tensor, dict[str, Any]] | None = None
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,6 +42,8 @@ class Clips:
             OSError: the disk is full or cannot be written; nothing of the job is left then.
         """
         try:
+            # Whoever cleans /tmp takes folders along that nobody has used for days.
+            self.folder.mkdir(parents=True, exist_ok=True)
             part = self._part(self.path(job.id))
             _write(part, data)
             done = finish(len(data), hashlib.sha256(data).hexdigest())

@@ -48,6 +48,10 @@ class Failure:
     http_status: int = 500
 
 
+LOST = frozenset({"interrupted", "engine_dead", "insufficient_memory", "disk_full", "not_saved"})
+"""Codes of failures that are no fault of the request: the same one, asked again, may be made."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One job.

@@ -54,13 +54,7 @@ class Keeper:
         for job in self.clips.adopted(self.store.ids()):
             self.store.add(job)
             event(job, "adopted", "its clip lay there without a record")
-        finished, lost = recover(
-            self.store, self._owners.alive, self.clips.promoted, lambda job, now: job.failed(INTERRUPTED, now)
-        )
-        for job in finished:
-            event(job, "recovered", "its clip was whole before the server went")
-        for job in lost:
-            event(job, "interrupted", "its server is gone")
+        self._recover()
         running = {job.id for job in self.store.unfinished()}
         for name in self.clips.sweep(self.store.ids(), running):
             log.info("event=swept file=%s reason=%r", name, "no job of a living server owns it")
@@ -83,8 +77,20 @@ class Keeper:
             self.clips.remove(job_id)
         self.store.remove(job_ids)
 
+    def _recover(self) -> None:
+        """Give the jobs of servers that are gone their end."""
+        finished, lost = recover(
+            self.store, self._owners.alive, self.clips.promoted, lambda job, now: job.failed(INTERRUPTED, now)
+        )
+        for job in finished:
+            event(job, "recovered", "its clip was whole before the server went")
+        for job in lost:
+            event(job, "interrupted", "its server is gone")
+
     def tidy(self) -> list[str]:
-        """Remove the jobs that are too old or too much; returns their ids."""
+        """Remove the jobs that are too old or too much; returns their ids. Jobs of another server of this folder that
+        is gone, and that nobody may start again, get their end here."""
+        self._recover()
         gone = self.retention.gone(self.store.ended(), self._clock())
         self.forget(gone)
         for job_id in gone:

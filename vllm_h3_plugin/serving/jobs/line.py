@@ -65,6 +65,10 @@ class Line(Generic[Item]):
         """From 1; None: does not wait here."""
         return next((place for place, (waiting, _) in enumerate(self._items, 1) if waiting == job_id), None)
 
+    def find(self, job_id: str) -> Item | None:
+        """One that waits here; None: it does not."""
+        return next((item for waiting, item in self._items if waiting == job_id), None)
+
     def leave(self, job_id: str) -> Item | None:
         """Step out of the line; None: was not in it."""
         for place, (waiting, item) in enumerate(self._items):

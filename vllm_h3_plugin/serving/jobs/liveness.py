@@ -12,17 +12,23 @@ PATIENCE_S = 120.0
 """No phase is called stuck sooner: a first step warms up, and a disk may be slow for once."""
 
 
-def stuck(worker: Mapping[str, Any] | None, now: float, *, factor: float, phase_s: float) -> str | None:
+def move(worker: Mapping[str, Any] | None) -> tuple[Any, ...]:
+    """What differs from one move of the worker to the next. How long it stays the same is for a clock that nobody sets:
+    by the times in it, a clock that is set forward would make every worker stuck."""
+    return tuple((worker or {}).get(name) for name in ("request", "phase", "step", "time"))
+
+
+def stuck(worker: Mapping[str, Any] | None, still: float, *, factor: float, phase_s: float) -> str | None:
     """Why the worker counts as stuck; None: it moves, or has nothing to do.
 
     Args:
         worker: what it last wrote.
+        still: seconds since its last move.
         factor: times its measured length that a step may take.
         phase_s: seconds that anything else may take without a move.
     """
     if worker is None or worker.get("phase") == IDLE or worker.get("busy_since") is None:
         return None
-    still = now - float(worker["time"])
     each = worker.get("seconds_per_step")
     # One step is only measured together with what it warms up; from the second on it is known.
     measured = worker.get("phase") == DENOISING and each and int(worker.get("step") or 0) > 1

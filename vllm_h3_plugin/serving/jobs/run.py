@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,15 @@ from vllm_h3_plugin.serving.jobs.clips import Clips
 from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status
 from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED
 from vllm_h3_plugin.serving.jobs.made import Made, Order, Worker
-from vllm_h3_plugin.serving.jobs.progress import ENCODING_VIDEO
+from vllm_h3_plugin.serving.jobs.progress import ENCODING_VIDEO, Progress
+from vllm_h3_plugin.serving.limits import AFTER_LAST_STEP_S
 
 log = logging.getLogger(__name__)
+
+_MARGIN = 2.0
+"""A job may take this many times what its own steps predict, and what comes after them besides."""
+_PREDICT_S = 5.0
+"""Between two looks at that."""
 
 
 class Run:
@@ -24,15 +31,28 @@ class Run:
     Attributes:
         job: as it was started.
         deleted: nobody wants to hear of it any more.
+        saving: its clip is made and being written.
     """
 
-    def __init__(self, job: Job, order: Order, worker: Worker, clips: Clips, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        order: Order,
+        worker: Worker,
+        clips: Clips,
+        clock: Callable[[], float],
+        progress: Callable[[], Progress] | None = None,
+    ) -> None:
         """
         Args:
             clock: seconds since 1970.
+            progress: how far the job is; what its own steps predict moves its deadline on. None: the deadline stays.
         """
+        self._progress = progress
+        self._deadline_s = job.deadline_s
         self.job = job
         self.deleted = False
+        self.saving = False
         self._order = order
         self._worker = worker
         self._clips = clips
@@ -46,14 +66,21 @@ class Run:
         if not self._worker.stop(self.job.id) and self._task is not None:
             self._task.cancel()
 
+    def abandon(self, reason: Failure) -> None:
+        """Have it stopped and do not wait for the worker: it goes with the server. A clip that is made is saved."""
+        self.stop(reason)
+        if self._task is not None:
+            self._task.cancel()
+
     async def result(self) -> Job:
         """Make the clip and save it; returns the job as it ended, once the worker is free."""
         job = self.job
+        if self._stopped is not None:
+            return job.failed(self._stopped, self._clock())
         task = self._task = asyncio.create_task(self._order.make(job.id))
         try:
-            done, _ = await asyncio.wait({task}, timeout=job.deadline_s)
-            if not done:
-                self.stop(_too_long(job))
+            if not await self._in_time(task):
+                self.stop(_too_long(self._deadline_s))
                 # The worker looks between two steps; the next job starts when it is free, and not before.
                 await asyncio.wait({task})
             if task.cancelled():
@@ -71,6 +98,22 @@ class Run:
             return self._failed(self._stopped, made_at)
         return await self._saved(made, made_at)
 
+    async def _in_time(self, task: asyncio.Task[Made]) -> bool:
+        """Whether it ends before its deadline. A long clip that moves as it should is not the fault that one is for."""
+        began, step = time.monotonic(), 1
+        while not task.done():
+            elapsed = time.monotonic() - began
+            seen = None if self._progress is None else self._progress()
+            # The first step also warms up. Only a step that is done predicts: one that never ends must not move it.
+            if seen is not None and seen.seconds_left is not None and seen.step > step:
+                step = seen.step
+                predicted = _MARGIN * (elapsed + seen.seconds_left) + AFTER_LAST_STEP_S
+                self._deadline_s = max(self._deadline_s, predicted)
+            if elapsed >= self._deadline_s:
+                return False
+            await asyncio.wait({task}, timeout=min(_PREDICT_S, self._deadline_s - elapsed))
+        return True
+
     async def _saved(self, made: Made, made_at: float) -> Job:
         def finish(nbytes: int, digest: str) -> Job:
             now = self._clock()
@@ -83,6 +126,7 @@ class Run:
                 ledger=self._ledger(made_at, now),
             )
 
+        self.saving = True
         try:
             return await asyncio.to_thread(self._clips.save, self.job, made.data, finish)
         except OSError as exc:
@@ -115,10 +159,10 @@ class Run:
         }
 
 
-def _too_long(job: Job) -> Failure:
+def _too_long(deadline_s: float) -> Failure:
     return Failure(
         "deadline_exceeded",
-        f"The job ran for longer than {job.deadline_s:.0f} s and was stopped. Ask for a shorter or smaller clip or "
+        f"The job ran for longer than {deadline_s:.0f} s and was stopped. Ask for a shorter or smaller clip or "
         "fewer steps, or raise H3_JOB_TIMEOUT_S.",
-        500,
+        504,
     )

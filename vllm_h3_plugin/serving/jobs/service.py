@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_h3_plugin.errors import QueueFullError, UsageError
+from vllm_h3_plugin.errors import BusyError, QueueFullError, UsageError
 from vllm_h3_plugin.serving.jobs.estimates import Estimates
-from vllm_h3_plugin.serving.jobs.job import Failure, Job, Status, new_id, wire
+from vllm_h3_plugin.serving.jobs.job import LOST, Failure, Job, Status, new_id, wire
 from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED, Keeper, event
 from vllm_h3_plugin.serving.jobs.line import Line
 from vllm_h3_plugin.serving.jobs.made import Asked, Observer, Order, Worker
@@ -30,7 +32,13 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 60.0
 _EVENT_S = 0.25
+_LOOK_S = 0.05
 _HEARTBEAT_S = 15.0
+_SAVE_S = 10.0
+"""A server that is told to end gives the clip that it writes this long."""
+_BACK_S = 30
+_OTHERS_S = 0.5
+"""Between two looks at a job that another server of the same folder makes."""
 
 CANCELLED = Failure("cancelled", "The job was cancelled.", 409)
 
@@ -41,12 +49,13 @@ class Rules:
 
     Attributes:
         max_queue: jobs that may wait.
-        deadline_s: longest that a job may run.
+        deadline_s: longest that a job may run; ``fixed``: whatever its own steps predict.
         retention: what is kept, and for how long.
     """
 
     max_queue: int = 16
     deadline_s: float = 3600.0
+    fixed: bool = False
     retention: Retention = field(default_factory=Retention)
 
 
@@ -74,14 +83,17 @@ class JobService:
         self._worker = worker
         self._observer = observer or Observer()
         self._clock = clock
-        self._line: Line[Order] = Line(rules.max_queue)
+        self._line: Line[tuple[Job, Order]] = Line(rules.max_queue)
         self._running: Run | None = None
         self._ends: dict[str, asyncio.Event] = {}
         self._seen: dict[str, Progress] = {}
+        self._worker_seen: Mapping[str, Any] | None = None
+        self._worker_at = -math.inf
         self._arrived = asyncio.Event()
         self._submitting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._estimates = Estimates()
+        self._leaving = False
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -90,18 +102,41 @@ class JobService:
         await asyncio.to_thread(self.kept.open)
         self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._keep_tidy())]
 
-    async def stop(self) -> None:
-        """Stop working. Jobs that are not finished are interrupted."""
+    async def leave(self) -> None:
+        """Take nothing more and interrupt what is not finished, so that whoever waits is answered.
+
+        A server ends only once all its connections have. Nobody waits for the worker, which is about to go.
+        """
+        self._leaving = True
         running = self._running
         if running is not None:
-            running.stop(INTERRUPTED)
+            running.abandon(INTERRUPTED)
+        # All at once: what is left in the line while one is recorded would be started.
+        waiting = [first[1] for first in iter(self._line.take, None)]
+        self._observer.line(0)
+        for job, order in waiting:
+            order.close()
+            await self._end(job.failed(INTERRUPTED, self._clock()))
+
+    async def stop(self) -> None:
+        """Stop working. Jobs that are not finished are interrupted; a clip that is being saved is saved."""
+        await self.leave()
+        running = self._running
+        if running is not None and running.saving:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ends[running.job.id].wait(), _SAVE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for job in await asyncio.to_thread(self.kept.store.unfinished):
-            if job.owner == self.kept.owner:
-                await self._end(job.failed(INTERRUPTED, self._clock()))
-        await asyncio.to_thread(self.kept.close)
+        try:
+            for job in await asyncio.to_thread(self.kept.store.unfinished):
+                if job.owner == self.kept.owner and not job.status.ended:
+                    await self._end(job.failed(INTERRUPTED, self._clock()))
+        except BusyError as exc:
+            # The next server finds them as after a kill.
+            log.error("event=not_interrupted reason=%r", str(exc))
+        finally:
+            await asyncio.to_thread(self.kept.close)
 
     # --- what callers do ----------------------------------------------------------------------------------------
 
@@ -109,13 +144,13 @@ class JobService:
         """Take a request.
 
         Returns:
-            Its job, and whether it is new; it is not if its key was used for the same request before. ``order`` is
-            closed then.
+            Its job, and whether it is new; it is not if its key was used for the same request before, unless that was
+            lost through no fault of the request. ``order`` is closed then.
 
         Raises:
             QueueFullError: too many wait.
             UsageError: its key was used for another request.
-            BusyError: the disk is full.
+            BusyError: the disk is full, or the server is ending.
         """
         async with self._submitting:
             try:
@@ -123,6 +158,8 @@ class JobService:
                 if earlier is not None:
                     order.close()
                     return earlier, False
+                if self._leaving:
+                    raise BusyError("the server is ending", fix="Ask again when it is back.", retry_after_s=_BACK_S)
                 self._line.require_room(busy=self._running is not None, next_s=self._next_place_s())
                 job = Job(
                     new_id(),
@@ -141,7 +178,7 @@ class JobService:
                 order.close()
                 raise
             self._ends[job.id] = asyncio.Event()
-            position = self._line.join(job.id, order)
+            position = self._line.join(job.id, (job, order))
             self._observer.line(len(self._line))
             event(job, "queued", f"position={position}")
             self._arrived.set()
@@ -157,6 +194,10 @@ class JobService:
                 why=f"job {earlier.id} has it",
                 fix="Send each new request with a key of its own.",
             )
+        if earlier is not None and earlier.failure is not None and earlier.failure.code in LOST:
+            # Asking again is what its caller was told to do. The job that was lost stays, without the key.
+            await asyncio.to_thread(self.kept.store.put, replace(earlier, key=None))
+            return None
         return earlier
 
     async def get(self, job_id: str) -> Job | None:
@@ -164,32 +205,41 @@ class JobService:
         running = self._running
         if running is not None and running.job.id == job_id:
             return None if running.deleted else running.job
+        waiting = self._line.find(job_id)
+        if waiting is not None:
+            return waiting[0]
         return await asyncio.to_thread(self.kept.store.get, job_id)
 
     async def wait(self, job_id: str) -> Job | None:
-        """A job once it has ended; None if it is removed or another server's."""
+        """A job once it has ended, another server's too; None if it is removed."""
         end = self._ends.get(job_id)
         if end is not None:
             await end.wait()
-        job = await asyncio.to_thread(self.kept.store.get, job_id)
-        return job if job is not None and job.status.ended else None
+        while True:
+            job = await asyncio.to_thread(self.kept.store.get, job_id)
+            if job is None or job.status.ended:
+                return job
+            await asyncio.sleep(_OTHERS_S)
 
     async def cancel(self, job_id: str, reason: Failure = CANCELLED) -> bool:
         """Stop a job; the worker is told, and stops at its next look. False: it neither waits nor runs here."""
-        order = self._line.leave(job_id)
-        if order is not None:
+        waiting = self._line.leave(job_id)
+        if waiting is not None:
+            job, order = waiting
             order.close()
             self._observer.line(len(self._line))
-            job = await asyncio.to_thread(self.kept.store.get, job_id)
-            if job is not None:
-                await self._end(job.failed(reason, self._clock()))
+            await self._end(job.failed(reason, self._clock()))
             return True
         running = self._running
-        if running is None or running.job.id != job_id:
-            return False
-        event(running.job, "stopping", f"reason={reason.code}")
-        running.stop(reason)
-        return True
+        if running is not None and running.job.id == job_id:
+            event(running.job, "stopping", f"reason={reason.code}")
+            running.stop(reason)
+            return True
+        end = self._ends.get(job_id)
+        if end is not None:
+            # Somebody else has just stopped it.
+            await end.wait()
+        return end is not None
 
     async def delete(self, job_id: str) -> bool:
         """Stop a job if it is not finished, and remove its record and its files. False: there is none.
@@ -219,7 +269,7 @@ class JobService:
         """How far a job is."""
         seen = look(
             job,
-            self._worker.progress() if job.status is Status.IN_PROGRESS else None,
+            self._worker_now() if job.status is Status.IN_PROGRESS else None,
             self._clock(),
             before=self._seen.get(job.id),
             position=self._line.position(job.id),
@@ -228,6 +278,13 @@ class JobService:
         if job.status is Status.IN_PROGRESS:
             self._seen[job.id] = seen
         return seen
+
+    def _worker_now(self) -> Mapping[str, Any] | None:
+        """What the worker last wrote, read once for all who ask at the same moment."""
+        now = time.monotonic()
+        if now - self._worker_at > _LOOK_S:
+            self._worker_seen, self._worker_at = self._worker.progress(), now
+        return self._worker_seen
 
     async def events(self, job_id: str) -> AsyncIterator[dict[str, Any] | None]:
         """The job as clients see it, each time that it moves, until its end; None after 15 s without a move."""
@@ -263,7 +320,7 @@ class JobService:
         """Whether a new request would be taken."""
         with contextlib.suppress(QueueFullError):
             self._line.require_room(busy=self._running is not None, next_s=None)
-            return bool(self._tasks)
+            return bool(self._tasks) and not self._leaving
         return False
 
     # --- the runner ---------------------------------------------------------------------------------------------
@@ -275,11 +332,10 @@ class JobService:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            job_id, order = first
+            job_id, (job, order) = first
             try:
-                job = await asyncio.to_thread(self.kept.store.get, job_id)
-                if job is not None and not job.status.ended:
-                    await self._run(job, order)
+                # Without a pause in between: whoever asks finds the job in the line or running.
+                await self._run(job, order)
             except Exception:
                 # The line must go on whatever one job does.
                 log.exception("job=%s event=runner_failed", job_id)
@@ -288,28 +344,34 @@ class JobService:
                 self._observer.line(len(self._line))
 
     async def _run(self, job: Job, order: Order) -> None:
+        if self._leaving:
+            return await self._end(job.failed(INTERRUPTED, self._clock()))
         job = job.moved(Status.IN_PROGRESS, self._clock())
-        self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock)
+        look = None if self.rules.fixed else partial(self.progress, job)
+        self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock, look)
         try:
             await asyncio.to_thread(self.kept.store.put, job)
             self._observer.started(job)
             event(job, "started", f"queue_s={(job.started_at or 0) - job.created_at:.3f}")
             await self._end(await running.result())
         finally:
-            self._worker.resume()
             self._running = None
             self._seen.pop(job.id, None)
+            self._worker.resume()
 
     async def _end(self, job: Job) -> None:
-        await asyncio.to_thread(self.kept.end, job)
-        if job.status is Status.COMPLETED:
-            self._estimates.add(job)
-        how = f"code={job.failure.code}" if job.failure else f"bytes={job.nbytes} sha256={job.sha256}"
-        event(job, job.status.value, f"{how} run_s={job.ledger.get('run_s')}")
-        self._observer.ended(job)
-        end = self._ends.pop(job.id, None)
-        if end is not None:
-            end.set()
+        try:
+            await asyncio.to_thread(self.kept.end, job)
+            if job.status is Status.COMPLETED:
+                self._estimates.add(job)
+            how = f"code={job.failure.code}" if job.failure else f"bytes={job.nbytes} sha256={job.sha256}"
+            event(job, job.status.value, f"{how} run_s={job.ledger.get('run_s')}")
+            self._observer.ended(job)
+        finally:
+            # Whatever went wrong, nobody waits for a job that nobody works on.
+            end = self._ends.pop(job.id, None)
+            if end is not None:
+                end.set()
 
     # --- housekeeping -------------------------------------------------------------------------------------------
 

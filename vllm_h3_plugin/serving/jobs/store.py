@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_h3_plugin.errors import BusyError, ServerError
+from vllm_h3_plugin.errors import BusyError, ServerError, UsageError
 from vllm_h3_plugin.serving.jobs.job import Job, Status
 
 DATABASE = "jobs.sqlite"
@@ -29,14 +31,20 @@ CREATE TABLE IF NOT EXISTS jobs (
 )
 """
 _COLUMNS = "id, key, status, owner, created_at, ended_at, nbytes, record"
-_WAIT_S = 10.0
+_WAIT_S = 5.0
+_RETRY_S = 10
+
+log = logging.getLogger(__name__)
 
 
 class JobStore:
     """All jobs of one storage folder. Several servers may share it; may be used from any thread.
 
-    A record that the disk has no room for is kept in memory and written with the next one that fits: what a job came to
-    must reach its caller even then.
+    A record that cannot be written (the disk is full, the file is locked or damaged) is kept in memory and written with
+    the next one that can: what a job came to must reach its caller even then.
+
+    Raises (from everything but :meth:`put`):
+        BusyError: the file cannot be used now.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,17 +82,17 @@ class JobStore:
 
         Raises:
             BusyError: the disk is full.
-            ValueError: its id or its key is taken.
+            UsageError: its id or its key is taken; another server was faster.
         """
-        try:
-            with self._lock:
-                self._db.execute(f"INSERT INTO jobs ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _row(job))
-        except sqlite3.IntegrityError as exc:
-            raise ValueError(f"job {job.id} or its key is there already") from exc
-        except sqlite3.OperationalError as exc:
-            raise BusyError(
-                "the job cannot be recorded", why=f"{self.path}: {exc}", fix="Free space on that disk, then ask again."
-            ) from exc
+        with self._used("the job cannot be recorded") as db:
+            try:
+                db.execute(f"INSERT INTO jobs ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _row(job))
+            except sqlite3.IntegrityError as exc:
+                raise UsageError(
+                    f"job {job.id} cannot be recorded",
+                    why="its Idempotency-Key was used at the same moment at another server",
+                    fix="Ask again with the same key to join that job.",
+                ) from exc
 
     def put(self, job: Job) -> bool:
         """Replace a job's record; False if the job was removed meanwhile."""
@@ -94,7 +102,8 @@ class JobStore:
                     kept = self._update(unsaved)
                 self._unsaved.clear()
                 return kept
-            except sqlite3.OperationalError:
+            except sqlite3.Error as exc:
+                log.error("job=%s event=not_recorded reason=%r", job.id, str(exc))
                 self._unsaved[job.id] = job
                 return True
 
@@ -118,10 +127,10 @@ class JobStore:
         Args:
             after: id of the last job of the page before; an unknown one gives an empty page, as the host does.
         """
-        with self._lock:
+        with self._used() as db:
             beyond, values = "", []
             if after is not None:
-                found = self._db.execute("SELECT seq FROM jobs WHERE id=?", (after,)).fetchone()
+                found = db.execute("SELECT seq FROM jobs WHERE id=?", (after,)).fetchone()
                 if found is None:
                     return [], False
                 beyond, values = f"WHERE seq {'<' if newest_first else '>'} ?", [found[0]]
@@ -139,20 +148,34 @@ class JobStore:
 
     def ids(self) -> set[str]:
         """Ids of all jobs."""
-        with self._lock:
-            return {row[0] for row in self._db.execute("SELECT id FROM jobs")}
+        with self._used() as db:
+            return {row[0] for row in db.execute("SELECT id FROM jobs")}
 
     def remove(self, job_ids: Iterable[str]) -> None:
         """Forget jobs; their keys are free again."""
-        with self._lock:
+        with self._used("the job cannot be removed") as db:
             for job_id in job_ids:
                 self._unsaved.pop(job_id, None)
-                self._db.execute("DELETE FROM jobs WHERE id=?", (job_id,))
+                db.execute("DELETE FROM jobs WHERE id=?", (job_id,))
 
     def _select(self, condition: str, *values: object) -> list[Job]:
-        with self._lock:
-            rows = self._db.execute(f"SELECT id, record FROM jobs {condition}", values).fetchall()
+        with self._used() as db:
+            rows = db.execute(f"SELECT id, record FROM jobs {condition}", values).fetchall()
             return [self._unsaved.get(row[0]) or Job.from_record(json.loads(row[1])) for row in rows]
+
+    @contextmanager
+    def _used(self, what: str = "the job records cannot be read") -> Iterator[sqlite3.Connection]:
+        """The database, by one thread at a time."""
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.Error as exc:
+                raise BusyError(
+                    what,
+                    why=f"{self.path}: {exc}",
+                    fix="Free space on that disk, or end what locks the file, then ask again.",
+                    retry_after_s=_RETRY_S,
+                ) from exc
 
 
 def recover(

@@ -61,11 +61,17 @@ class ReferenceFacts:
 
 @dataclass(frozen=True)
 class Lora:
-    """An adapter for one request, in the host's terms."""
+    """An adapter for one request, in the host's terms.
+
+    Attributes:
+        identity: the host keeps an adapter under this number: one of a file that was replaced is another. None: the
+            number that the host makes of the path.
+    """
 
     name: str
     path: str
     scale: float | None = None
+    identity: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,14 +83,16 @@ class Accepted:
         task: kind of clip.
         width, height: pixels, multiples of 32.
         frames: at 24 a second, 17 n + 5.
-        steps: denoise steps, as the client counts them.
+        steps: denoise evaluations.
+        steps_pinned: they come with the checkpoint or an adapter that has a schedule of its own.
         seed: the client's or the server's; the i-th output is made with ``seed + i``.
         outputs: clips; every one of them is delivered.
         aspect_ratio: the host's name for it; with an explicit size it decides nothing.
         flow_shift, audio_flow_shift: None means the checkpoint's.
         frame_indices: of each picture of ``fl2va``: 0 the first frame, -1 the last.
         quality: the host's level; None means its default.
-        lora: adapter, or None for the server's.
+        lora: adapter; None: none, or one that is fused into the weights.
+        adapter: file name of the adapter that takes effect, fused or not; None: the base model.
         model, user: as sent.
         start_time_seconds: where a single reference film begins.
         extra: what else goes to the host's model by name.
@@ -108,6 +116,7 @@ class Accepted:
     frame_indices: tuple[int, ...] = ()
     quality: str | None = None
     lora: Lora | None = None
+    adapter: str | None = None
     model: str | None = None
     user: str | None = None
     start_time_seconds: float | None = None
@@ -115,6 +124,7 @@ class Accepted:
     references: tuple[ReferenceFacts, ...] = ()
     seed_chosen: bool = False
     return_stage_metrics: bool = False
+    steps_pinned: bool = False
     snaps: tuple[Snap, ...] = ()
 
     @property
@@ -152,6 +162,7 @@ class Accepted:
             "num_inference_steps": self.steps,
             "seed": self.seed,
             "seed_chosen": self.seed_chosen,
+            "adapter": self.adapter,
             "n": self.outputs,
             "snapped": [snap.as_dict() for snap in self.snaps],
         }

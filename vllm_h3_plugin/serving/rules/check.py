@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
-from vllm_h3_plugin.serving.rules import canvas, conditions, length
-from vllm_h3_plugin.serving.rules.accepted import Accepted, Lora, ReferenceFacts
-from vllm_h3_plugin.serving.rules.ask import CHOSEN_SEED_BITS, MAX_STEPS, SEED_MAX, VideoAsk
+from vllm_h3_plugin.serving.rules import adapter, canvas, conditions, length
+from vllm_h3_plugin.serving.rules.accepted import Accepted, ReferenceFacts
+from vllm_h3_plugin.serving.rules.ask import CHOSEN_SEED_BITS, SEED_MAX, VideoAsk
 from vllm_h3_plugin.serving.rules.extra import check_extra
 from vllm_h3_plugin.serving.rules.fault import Fault
 from vllm_h3_plugin.serving.rules.findings import Findings, strict_faults
@@ -39,12 +37,11 @@ def check(
     indices = conditions.frame_indices(task, findings, references)
     size = canvas.resolve(task, findings, limits, references)
     frames = length.resolve(task, findings, limits)
-    steps = _steps(findings, limits)
+    sampling = adapter.resolve(findings, limits, task)
     findings.within("n", ask.n, 1, limits.outputs)
     seed = secrets.randbits(CHOSEN_SEED_BITS) if ask.seed is None else ask.seed
     if seed + ask.n - 1 > SEED_MAX:
         findings.fault("seed", seed, f"the {ask.n} clips take as many seeds", nearest=SEED_MAX - ask.n + 1)
-    lora = _lora(findings, limits)
     extra = check_extra(findings, limits)
     for name, value in ask.unused:
         findings.snap(name, value, None, f"it has no effect: {UNUSED[name.rpartition('.')[2]]}")
@@ -57,15 +54,17 @@ def check(
         width=size[0],
         height=size[1],
         frames=frames,
-        steps=steps,
+        steps=sampling.steps,
+        steps_pinned=sampling.pinned,
         seed=seed,
         outputs=ask.n,
         aspect_ratio=size[2],
-        flow_shift=ask.flow_shift,
-        audio_flow_shift=ask.audio_flow_shift,
+        flow_shift=sampling.flow_shift,
+        audio_flow_shift=sampling.audio_flow_shift,
         frame_indices=indices,
         quality=ask.quality,
-        lora=lora,
+        lora=sampling.lora,
+        adapter=sampling.adapter,
         model=ask.model,
         user=ask.user,
         start_time_seconds=ask.start_time_seconds if any(ref.kind == "video" for ref in references) else None,
@@ -79,7 +78,7 @@ def check(
 
 
 def _fits(accepted: Accepted, findings: Findings, limits: Limits) -> Accepted | list[Fault]:
-    """The memory budget's word: last, since it takes the clip as it will be made."""
+    """Whether this server can make it at all: last, since that takes the clip as it will be made."""
     misfit = limits.misfit(accepted) if limits.misfit is not None else None
     if misfit is None:
         return accepted
@@ -99,36 +98,6 @@ def _fits(accepted: Accepted, findings: Findings, limits: Limits) -> Accepted | 
         f"{accepted.size} with {accepted.frames} frames: {misfit.why}",
         misfit.fits,
         nearest,
-        "too_large_for_memory",
+        misfit.code,
     )
     return findings.faults
-
-
-def _steps(found: Findings, limits: Limits) -> int:
-    asked = found.ask.num_inference_steps
-    if asked is None:
-        return limits.steps
-    if limits.steps_fixed and asked != limits.steps:
-        why = "this checkpoint is distilled to one number of steps"
-        found.fault("num_inference_steps", asked, why, str(limits.steps), limits.steps)
-    elif not limits.steps_fixed:
-        found.within("num_inference_steps", asked, limits.fewest_steps, MAX_STEPS)
-    return asked
-
-
-def _lora(found: Findings, limits: Limits) -> Lora | None:
-    asked = found.ask.lora
-    if asked is None:
-        return None
-    path = Path(asked.path)
-    if limits.lora_dir is not None:
-        folder = limits.lora_dir.resolve()
-        path = (folder / path).resolve()
-        if not path.is_relative_to(folder) or not path.exists():
-            there = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-            near = difflib.get_close_matches(Path(asked.path).name, there, n=1, cutoff=0.5)
-            why = "the server has no such adapter"
-            found.fault("lora.path", asked.path, why, ", ".join(there[:20]) or "none", near[0] if near else None)
-    elif not path.exists():
-        found.fault("lora.path", asked.path, "there is no such file or folder on the server")
-    return Lora(asked.name, str(path), asked.scale)

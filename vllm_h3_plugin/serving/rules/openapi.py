@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_h3_plugin.serving.rules.ask import MAX_STEPS, VideoFields
+from vllm_h3_plugin.serving.rules.ask import VideoFields
 from vllm_h3_plugin.serving.rules.canvas import SHORT_EDGE
 from vllm_h3_plugin.serving.rules.conditions import MAX_REFERENCES
 from vllm_h3_plugin.serving.rules.fault import Code
@@ -100,7 +100,7 @@ def error_response() -> dict[str, Any]:
 
 def _limits(limits: Limits) -> dict[str, dict[str, Any]]:
     """What the model leaves to the server, by field."""
-    steps = (limits.steps, limits.steps) if limits.steps_fixed else (limits.fewest_steps, MAX_STEPS)
+    least, most, default = limits.usual_steps
     return {
         "prompt": {"minLength": 1, "pattern": r"\S"},
         "task": {"enum": list(limits.tasks)},
@@ -109,7 +109,7 @@ def _limits(limits: Limits) -> dict[str, dict[str, Any]]:
         "fps": {"const": FPS},
         "seconds": {"minimum": limits.shortest_s, "maximum": longest_frames(limits) / FPS},
         "num_frames": {"minimum": shortest_frames(limits), "maximum": longest_frames(limits)},
-        "num_inference_steps": {"minimum": steps[0], "maximum": steps[1], "default": limits.steps},
+        "num_inference_steps": {"minimum": least, "maximum": most, "default": default},
         "n": {"minimum": 1, "maximum": limits.outputs},
         **({"model": {"const": limits.model}} if limits.model is not None else {}),
     }

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make test-gpu` keeps: figures of the servers, and what the device did not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.measure_gpu import result_of
+
+SERVER = {
+    "ready_s": 40.0,
+    "first_request_s": 1.5,
+    "later_request_s": 1.0,
+    "loaded_mib": 7000,
+    "after_request_mib": 7100,
+}
+STOCK = {**SERVER, "first_request_s": 15.0}
+
+
+def report(*reasons: str) -> dict[str, Any]:
+    figures = {
+        f"{kind}-{recipe}": STOCK if kind == "stock" else SERVER
+        for kind in ("plugin", "stock")
+        for recipe in ("fp8", "bf16")
+    }
+    skips = [{"test": "t", "reason": reason, "expected": False} for reason in reasons]
+    return {"figures": figures, "counts": {"passed": 7, "skipped": len(skips)}, "could_not_run": skips}
+
+
+def test_tests_of_what_the_device_has_not_are_told_and_not_counted_as_passed() -> None:
+    made = result_of(report("fa4: no package", "int8: no package", "fa4: no package"), "one GPU", {"torch": "2"})
+    assert made.notes.startswith("Left out: fa4: no package (2 tests); int8: no package (1 test). Synthetic")
+    assert made.ratios["tests_passed"] == 7 and made.ratios["fp8_first_request_s_over_stock"] == 0.1
+
+
+def test_nothing_is_said_where_nothing_was_left_out() -> None:
+    assert result_of(report(), "one GPU", {"torch": "2"}).notes.startswith("Synthetic")
