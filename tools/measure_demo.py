@@ -33,6 +33,12 @@ def hardware() -> str:
     return f"{cpu}, {len(os.sched_getaffinity(0))} cores, {gib:.0f} GiB, no accelerator used"
 
 
+def versions(*more: str) -> dict[str, str]:
+    """Of Python, the host, the plugin, and of ``more`` packages."""
+    packages = ("vllm", "vllm-omni", "torch", *more, "vllm-h3-plugin")
+    return {"python": platform.python_version()} | {package: version(package) for package in packages}
+
+
 def run_demo() -> dict[str, Any]:
     """Run ``vllm-h3 demo --json`` in a folder that is thrown away; returns its JSON line."""
     with tempfile.TemporaryDirectory(prefix="h3-demo-") as folder:
@@ -55,13 +61,12 @@ def main() -> int:
     run_demo()
     found = run_demo()
     test_s = last_test_s()
-    packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
     result = Result(
         title="The demo on a machine without an accelerator",
         command="make results",
         date=date.today().isoformat(),
         hardware=hardware(),
-        versions={"python": platform.python_version()} | {package: version(package) for package in packages},
+        versions=versions(),
         rows=[
             {"Step": "server ready", "Seconds": found["ready_s"]},
             *({"Step": f"request: {clip['name']}", "Seconds": round(clip["request_s"], 2)} for clip in found["clips"]),

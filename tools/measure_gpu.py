@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tools.environment import ROOT
+from tools.measure_demo import versions
 from tools.results import Result, write_result
 
 RESULTS = ROOT / "docs" / "results"
@@ -86,9 +85,9 @@ def main() -> int:
         code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
         if code != 0:
             return code
-        packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
-        versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
-        print(write_result(RESULTS, "gpu", result_of(json.loads(report.read_text(encoding="utf-8")), gpu(), versions)))
+        print(
+            write_result(RESULTS, "gpu", result_of(json.loads(report.read_text(encoding="utf-8")), gpu(), versions()))
+        )
     return 0
 
 

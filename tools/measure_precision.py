@@ -8,15 +8,13 @@ against Diffusers' H3 transformer, and a whole denoise in FP8 against BF16. Minu
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
 from typing import Any
 
-from tools.measure_demo import RESULTS, hardware
+from tools.measure_demo import RESULTS, hardware, versions
 from tools.results import Cell, Result, write_result
 from vllm_h3_plugin.pins import installed_host
 
@@ -170,13 +168,12 @@ def main() -> int:
         forward = measure_diffusers(device, config)
         denoised = measure_denoise(device, config, lambda what: bar.update(task, description=what))
     reference = "Diffusers, FP32"
-    packages = ("vllm", "vllm-omni", "torch", "diffusers", "vllm-h3-plugin")
     result = Result(
         title="Precision: the DiT against Diffusers' own, and FP8 against BF16 over a whole denoise",
         command="python -m tools.measure_precision",
         date=date.today().isoformat(),
         hardware=hardware(),
-        versions={"python": platform.python_version()} | {package: version(package) for package in packages},
+        versions=versions("diffusers"),
         rows=[
             *(found.row(f"one forward: {what}, against {reference}", PLAIN) for what, found in forward.items()),
             *(found.row(f"denoise: {what}", weights) for (what, weights), found in denoised.items()),

@@ -8,19 +8,17 @@ INT8. Minutes on two cores. A figure that could not be measured is null and says
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tools.environment import ROOT
-from tools.measure_demo import RESULTS, hardware
+from tools.measure_demo import RESULTS, hardware, versions
 from tools.results import Cell, Result, write_result
 
 RANKS, MIB, PROMPTS = 4, 512, 20
@@ -210,13 +208,12 @@ def main() -> int:
             print(found, file=sys.stderr, flush=True)
             figures |= found
             rows += more
-    packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
     result = Result(
         title="Ranks on one read-only base, a stage's way back, and INT8",
         command="python -m tools.measure_ranks",
         date=date.today().isoformat(),
         hardware=hardware(),
-        versions={"python": platform.python_version()} | {package: version(package) for package in packages},
+        versions=versions(),
         rows=rows,
         ratios=figures,
         reasons=reasons,

@@ -8,18 +8,16 @@ Writes ``docs/results/serving.json``. What is measured by another command has it
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tools.environment import ROOT
-from tools.measure_demo import RESULTS, hardware
+from tools.measure_demo import RESULTS, hardware, versions
 from tools.results import Result, load_results, write_result
 
 NAME = "serving"
@@ -100,10 +98,8 @@ def main() -> int:
         code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
         if code != 0:
             return code
-        packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
-        versions = {"python": platform.python_version()} | {package: version(package) for package in packages}
         found = json.loads(report.read_text(encoding="utf-8"))
-        path = write_result(RESULTS, NAME, result_of(found, load_results(RESULTS).get(NAME), versions))
+        path = write_result(RESULTS, NAME, result_of(found, load_results(RESULTS).get(NAME), versions()))
         print(path.relative_to(ROOT))
     return 0
 

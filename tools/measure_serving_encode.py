@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import sys
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ import httpx
 import numpy as np
 
 from tools.environment import ROOT
-from tools.measure_demo import RESULTS, hardware
+from tools.measure_demo import RESULTS, hardware, versions
 from tools.results import Cell, Result, load_results, write_result
 from tools.stock_timed import TIMES
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
@@ -320,13 +318,12 @@ def merged(rows: list[dict[str, Cell]], ratios: dict[str, float | None], reasons
     """The measurement, with what another command has put into the same file."""
     column = next(iter(rows[0]))
     earlier = load_results(RESULTS).get(NAME)
-    packages = ("vllm", "vllm-omni", "torch", "av", "vllm-h3-plugin")
     mine = Result(
         title="Serving on the reference platform",
         command="python -m tools.measure_serving_encode",
         date=date.today().isoformat(),
         hardware=hardware(),
-        versions={"python": platform.python_version()} | {package: version(package) for package in packages},
+        versions=versions("av"),
         rows=rows,
         ratios=ratios,
         reasons=reasons,

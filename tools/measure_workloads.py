@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tools.measure_demo import RESULTS, hardware
+from tools.measure_demo import RESULTS, hardware, versions
 from tools.results import Cell, Result, load_results, write_result
 from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.pins import installed_host
@@ -244,13 +242,12 @@ def main() -> int:
             for measure in [parts[options.only]] if options.only else parts.values():
                 found = measure(progress)
                 rows, ratios = rows + found[0], ratios | found[1]
-    packages = ("vllm", "vllm-omni", "torch", "vllm-h3-plugin")
     made = Result(
         title="Workloads: adapters on quantized weights, and what few steps cost",
         command=GPU_COMMAND if options.gpu else COMMAND,
         date=date.today().isoformat(),
         hardware=hardware(),
-        versions={"python": platform.python_version()} | {package: version(package) for package in packages},
+        versions=versions(),
         rows=rows,
         ratios=ratios,
         reasons=REASONS,

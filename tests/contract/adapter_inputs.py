@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
-from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pipeline
 from vllm_omni.diffusion.models.minimax_h3.time_request import minimax_h3_time_shift_sigmas
 from vllm_omni.lora.request import LoRARequest
 
@@ -35,37 +33,17 @@ from vllm_h3_plugin.conditioning.table import TableShape
 from vllm_h3_plugin.host import loading
 from vllm_h3_plugin.host.adaln import ADALN, AdalnTables
 from vllm_h3_plugin.host.adaln_modules import uses_tables
-from vllm_h3_plugin.host.adapters import CheckedAdapters
+from vllm_h3_plugin.host.bench.lora import BarePipeline
 from vllm_h3_plugin.host.fused_block import fuse
 from vllm_h3_plugin.host.quant_config import H3QuantizationConfig
 from vllm_h3_plugin.host.schedules import schedule_of
 from vllm_h3_plugin.host.standalone import build_dit, finish_loading
 from vllm_h3_plugin.host.step_kernels import choose_kernels
-from vllm_h3_plugin.pins import installed_host
 from vllm_h3_plugin.quantization.contract import QuantBackend, choose_backend
 from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
-from vllm_h3_plugin.serving.adapters import AdapterRules
 
 FUSED = ", fused"
 """Ends the name of a recipe whose blocks have the plugin's kernels."""
-
-
-class BarePipeline(CheckedAdapters, host_pipeline.MiniMaxH3Pipeline):  # type: ignore[misc]
-    """What the host's LoRA manager needs of a pipeline."""
-
-    def __init__(self, dit: Any, config: DitConfig) -> None:
-        nn.Module.__init__(self)
-        self.partition = "fl2va"
-        self.transformer = dit
-        self._dit_modules = ["transformer"]
-        self.default_video_shift, self.default_audio_shift = 12.0, 3.0
-        self._turbo_lora_specs: dict[int, Any] = {}
-        self._turbo_lora_adapter_ids: set[int] = set()
-        self._native_lora_adapter_ids: set[int] = set()
-        self._lora_sigma_schedules: dict[int, Any] = {}
-        self.adapter_rules = AdapterRules(
-            config, "fl2va", uses_tables(dit), installed_host().vllm_omni != "0.28.0"
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,7 +130,7 @@ def serve(
             assert fuse(dit, choose_kernels(device, backend)) is None
         tables = tables_of(dit, config, weights, device)
     before = {task: denoise_with(dit, tables, task, steps, seed) for task in tasks}
-    manager = DiffusionLoRAManager(BarePipeline(dit, config), device, torch.bfloat16)
+    manager = DiffusionLoRAManager(BarePipeline(dit, config, tables=uses_tables(dit)), device, torch.bfloat16)
     return Served(dit, tables, manager, before, steps, seed)
 
 

@@ -18,12 +18,13 @@ from vllm_omni.diffusion.models.minimax_h3 import pipeline_minimax_h3 as host_pi
 from vllm_omni.errors import OmniClientError
 from vllm_omni.lora.request import LoRARequest
 
-from tests.contract.adapter_inputs import FUSED, BarePipeline, Served, same, serve
+from tests.contract.adapter_inputs import FUSED, Served, same, serve
 from tests.contract.dit_inputs import Weights, random_weights
 from vllm_h3_plugin.checkpoint.adapter_layout import turbo_layers
 from vllm_h3_plugin.checkpoint.synthetic import tiny_dit
 from vllm_h3_plugin.checkpoint.synthetic.adapters import AdapterSpec, write_adapter
 from vllm_h3_plugin.host.adapters import CheckedAdapters, refuse_adapter_of_adaln
+from vllm_h3_plugin.host.bench.lora import BarePipeline
 
 CONFIG = tiny_dit(layers=2, refiner_layers=1, hidden=128, heads=4, head_dim=32, ffn=256)
 

@@ -7,7 +7,7 @@ from ``extra_args`` (model_executor/models/minimax_h3/encoder_processing.py; 0.2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def server_limits(model: str | None, outputs: int = 1) -> Limits:
         max_pixels=values.max_pixels,
         lora_dir=values.lora_dir,
         extra=_EXTRA_028 if _is_028() else EXTRA,
-        misfit=_either(measured_size(), budget()),
+        misfit=_either(_measured_size(workers), budget()),
     )
 
 
@@ -142,10 +142,10 @@ def _either(*rules: Callable[[Accepted], Misfit | None]) -> Callable[[Accepted],
     return lambda accepted: next((misfit for rule in rules if (misfit := rule(accepted)) is not None), None)
 
 
-def measured_size() -> Callable[[Accepted], Misfit | None]:
+def _measured_size(workers: Sequence[Mapping[str, Any]]) -> Callable[[Accepted], Misfit | None]:
     """Says whether a clip has more tokens than the recipe's attention in few bits was measured on, however short its
     prompt is. What its prompt and references add is known in the worker, which refuses for it too."""
-    allowed = [worker["most_tokens"] for worker in run_state.read_workers() if worker.get("most_tokens")]
+    allowed = [worker["most_tokens"] for worker in workers if worker.get("most_tokens")]
 
     def misfit(accepted: Accepted) -> Misfit | None:
         if not allowed or (tokens := _tokens(accepted, prompt=1)) <= min(allowed):

@@ -53,21 +53,27 @@ def release_host_buffers() -> None:
         empty_cache()
 
 
+def _alone() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
+def _is_replica() -> bool:
+    from vllm_omni.diffusion.distributed import parallel_state
+
+    return bool(parallel_state.get_data_parallel_world_size() > 1)
+
+
 def any_rank(mine: bool) -> bool:
     """Whether any rank of the model says yes. All ranks must ask at once: one that stopped alone would hang the rest.
 
     With data parallel replicas the ranks run different requests and ask at different times, so each answers for itself.
     """
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return mine
-    from vllm_omni.diffusion.distributed import parallel_state
-
-    return mine if parallel_state.get_data_parallel_world_size() > 1 else any_rank_at_start(mine)
+    return mine if _alone() or _is_replica() else any_rank_at_start(mine)
 
 
 def any_rank_at_start(mine: bool) -> bool:
     """The same while all ranks load, which replicas do together too. None returns before all have asked."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+    if _alone():
         return mine
     from vllm_omni.diffusion.distributed import parallel_state
 

@@ -206,7 +206,7 @@ def test_a_first_frame_is_shown_and_used(opened: Any, keyed: Keyed, pictures: tu
 def test_without_events_the_job_is_asked_for(opened: Any) -> None:
     page = opened()
     page.route("**/events", lambda route: route.abort())
-    ask(page, steps="100")
+    ask(page, steps=LONG)
     seen = watched(page)
     assert sum(0 < percent < 100 for percent in seen) >= 2
 
@@ -251,7 +251,8 @@ def test_a_server_that_is_gone_is_said_and_found_again(opened: Any) -> None:
 
 def test_a_key_that_is_no_longer_taken_is_asked_for_and_the_job_goes_on(opened: Any) -> None:
     page = opened()
-    ask(page, steps="100")
+    # Long enough that the page asks for something before the clip is there, on a fast machine too.
+    ask(page, steps=LONG, size="128x128")
     page.locator("#phase", has_text="Denoising, step").wait_for()
     page.evaluate("() => sessionStorage.setItem('h3-key', 'another')")
     page.locator("#key-fault", has_text="does not accept this key").wait_for()

@@ -49,19 +49,24 @@ class Overhead:
         return self.with_ms / self.without_ms - 1
 
 
-class _Pipeline(CheckedAdapters, host_pipeline.MiniMaxH3Pipeline):  # type: ignore[misc]
-    """What the host's LoRA manager needs of a pipeline."""
+class BarePipeline(CheckedAdapters, host_pipeline.MiniMaxH3Pipeline):  # type: ignore[misc]
+    """What the host's LoRA manager needs of a pipeline.
 
-    def __init__(self, dit: Any, config: DitConfig) -> None:
+    Args:
+        tables: AdaLN is a table.
+    """
+
+    def __init__(self, dit: Any, config: DitConfig, *, tables: bool) -> None:
         nn.Module.__init__(self)
         self.partition = "fl2va"
         self.transformer = dit
         self._dit_modules = ["transformer"]
+        self.default_video_shift, self.default_audio_shift = 12.0, 3.0
         self._turbo_lora_specs: dict[int, Any] = {}
         self._turbo_lora_adapter_ids: set[int] = set()
         self._native_lora_adapter_ids: set[int] = set()
         self._lora_sigma_schedules: dict[int, Any] = {}
-        self.adapter_rules = AdapterRules(config, "fl2va", True, installed_host().vllm_omni != "0.28.0")
+        self.adapter_rules = AdapterRules(config, "fl2va", tables, installed_host().vllm_omni != "0.28.0")
 
 
 class Switch:
@@ -72,7 +77,7 @@ class Switch:
     """
 
     def __init__(self, model: Model, config: DitConfig, device: torch.device, folder: Path) -> None:
-        self._manager = DiffusionLoRAManager(_Pipeline(model.dit, config), device, torch.bfloat16)
+        self._manager = DiffusionLoRAManager(BarePipeline(model.dit, config, tables=True), device, torch.bfloat16)
         path = write_adapter(folder, AdapterSpec("turbo", config))
         self._request = LoRARequest(lora_name="turbo", lora_int_id=1, lora_path=str(path))
 
