@@ -55,6 +55,11 @@ def check_task(task: str | None) -> None:
         raise UsageError(f"task {task!r}", why="H3 has no such task", fix=f"Use one of {', '.join(TASKS)}.")
 
 
+def holds_both(path: Path) -> bool:
+    """Whether a folder is a release's root with both partitions below it; nothing is said of their content."""
+    return all((path / folder / _INDEX).is_file() for folder in FOLDERS.values()) and (path / _INDEX).is_file()
+
+
 def locate(path: Path, task: str | None, log: FaultLog) -> tuple[Located, ...]:
     """The partitions to look at for ``task``; what is wrong with the choice of folder becomes a fault."""
     if not path.exists():

@@ -33,6 +33,11 @@ def memory(
         ),
     ] = None,
     true_size: Annotated[bool, typer.Option("--true-size", help="The real model, without any checkpoint.")] = False,
+    both: Annotated[bool, typer.Option("--both", help="With --true-size: both partitions in one server.")] = False,
+    lora: Annotated[
+        Path | None,
+        typer.Option(help="Adapter that is loaded at start; one that is fused takes nothing.", show_default="none"),
+    ] = None,
     recipe: Annotated[str, typer.Option("--recipe", metavar="NAME|PATH", help="Precision recipe.")] = "fp8",
     gib: Annotated[
         float | None,
@@ -77,6 +82,7 @@ def memory(
     Examples:
       vllm-h3 memory --true-size                                the real model, default recipe
       vllm-h3 memory --true-size --recipe bf16 --gib 128
+      vllm-h3 memory --true-size --both
       vllm-h3 memory /models/H3/FL2VA --size 1344x768 --seconds 10 --steps 30 --images 1
       vllm-h3 memory /models/H3/FL2VA --server http://127.0.0.1:8000
       vllm-h3 memory --true-size --picture memory.png
@@ -84,13 +90,14 @@ def memory(
     """
     from vllm_h3_plugin.cli import memory_chart
     from vllm_h3_plugin.cli.console import emit_json
+    from vllm_h3_plugin.cli.memory_model import shapes_asked
     from vllm_h3_plugin.memory.requests import RequestSize
 
     if picture is not None:
         memory_chart.check_target(picture)
     if gib is not None and not gib <= _MOST_GIB:
         raise UsageError(f"--gib {gib:g}", why="no machine has it", fix=f"Give at most {_MOST_GIB:g}.")
-    shapes = _shapes(checkpoint, true_size)
+    shapes = shapes_asked(checkpoint, true_size, both, lora)
     width, height = _size(size)
     request = RequestSize(width, height, _frames(frames, seconds), steps, images, audio_seconds)
     prediction = _predict(shapes, recipe, request, tp, (gib,) if gib else _GIB_CHOICES)
@@ -128,25 +135,6 @@ def compare(resident: Resident, worker: dict[str, Any]) -> list[tuple[str, int, 
     rows = [(name, predicted.get(name, 0), measured.get(name, 0)) for name in names]
     rows.append(("total", resident.nbytes, int(worker["memory"]["resident_bytes"])))
     return [(name, ours, theirs, 100 * (ours - theirs) / theirs if theirs else None) for name, ours, theirs in rows]
-
-
-def _shapes(checkpoint: Path | None, true_size: bool) -> ModelShapes:
-    from vllm_h3_plugin.checkpoint.inventory import ANY_TASK, take_inventory
-    from vllm_h3_plugin.memory.weights import ModelShapes, shapes_of
-
-    if true_size and checkpoint is not None:
-        raise UsageError(
-            f"--true-size and {checkpoint}", why="they name two models", fix="Give the checkpoint or --true-size."
-        )
-    if true_size:
-        return ModelShapes()
-    if checkpoint is None:
-        raise UsageError(
-            "no model to count",
-            why="neither a checkpoint nor --true-size was given",
-            fix="Give the FL2VA folder of a checkpoint, or --true-size for the real model's sizes without one.",
-        )
-    return shapes_of(take_inventory(checkpoint, ANY_TASK))
 
 
 def _size(text: str) -> tuple[int, int]:

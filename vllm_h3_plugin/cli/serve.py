@@ -72,6 +72,7 @@ def serve(
         },
     )
     _check_licence(profile)
+    profile = decide_partitions(profile)
     partition = check_before_start(profile, name)
     _take_api_key()
     check_port_free(profile.address, profile.port)
@@ -125,6 +126,23 @@ def _profile(target: str, flags: dict[str, object]) -> tuple[str, Profile]:
     if values.reference:
         chosen["reference"] = True
     return name, profile.with_flags(chosen)
+
+
+def decide_partitions(profile: Profile) -> Profile:
+    """Both partitions of a root or one, told on stderr; a profile that names a task or one folder stays as it is."""
+    import psutil
+
+    from vllm_h3_plugin import settings
+    from vllm_h3_plugin.cli.console import stderr
+    from vllm_h3_plugin.preflight import probe
+    from vllm_h3_plugin.preflight.machine import LocalMachine
+    from vllm_h3_plugin.preflight.partitions import with_partitions
+
+    floor = settings.load().memory_floor_gib
+    decided, reason = with_partitions(profile, lambda: probe.gpus(LocalMachine()), psutil.virtual_memory().total, floor)
+    if reason is not None:
+        stderr().print(reason, markup=False)
+    return decided
 
 
 def check_before_start(profile: Profile, name: str = "") -> Path:

@@ -24,9 +24,9 @@ def measured_memory(pipeline: Any) -> dict[str, Any]:
     for part, tensor in _tensors(pipeline):
         shared = isinstance(tensor, ReadOnlyTensor)
         parts[part] = parts.get(part, 0) + (tensor.nbytes if shared else tensor.untyped_storage().nbytes())
-    tables = sum(table.store.nbytes for table in pipeline._tables.values())
-    if tables:
-        parts["adaln"] = parts.get("adaln", 0) + tables
+    for module, tables in pipeline._tables.items():
+        part = _part(module, ".adaln_proj.")
+        parts[part] = parts.get(part, 0) + tables.store.nbytes
     facts = {"device": str(pipeline.device), "parts": parts, **_now(pipeline.device, sum(parts.values()))}
     return {**facts, "load_peak_bytes": facts["peak_bytes"]}
 

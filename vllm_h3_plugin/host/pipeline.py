@@ -21,7 +21,7 @@ from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.attention.low_bit import MAX_TOKENS
 from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.errors import UsageError
-from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.host import reference_media, run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import CheckedAdapters, rules_at_start
@@ -44,7 +44,7 @@ from vllm_h3_plugin.host.schedules import (
     refuse_what_tables_cannot_serve,
     schedule_of,
 )
-from vllm_h3_plugin.host.session import Session, model_configs, open_session
+from vllm_h3_plugin.host.session import Session, give_dit_config, model_configs, open_session
 from vllm_h3_plugin.host.snapshots import require_snapshot
 from vllm_h3_plugin.host.step import Step
 from vllm_h3_plugin.host.tiles import TileBatches, room_on
@@ -106,13 +106,15 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
             refuse_what_tables_cannot_serve(od_config)
         # The host's override hook cannot see which model it builds for, so the config is replaced here, before the
         # layers ask for it. None is what the host has for an unquantized model.
+        give_dit_config(od_config, session.inventory)
+        reference_media.install()
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
         device, values, progress = get_local_device(), settings.load(), Progress()
         encoder = chosen_encoder(values)
         plain_weights(session.backend, values)
         watch = MemoryWatch.for_session(session, device)
-        watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes)
+        watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes + adapters.own_bytes)
         require_snapshot(session, values)
         with (
             streamed_vaes(

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm_omni.diffusion.data import TransformerConfig
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
@@ -16,6 +18,7 @@ from vllm_h3_plugin.checkpoint.adapter import Adapter
 from vllm_h3_plugin.checkpoint.inventory import Inventory, PartitionInventory, take_inventory
 from vllm_h3_plugin.checkpoint.layout import DitConfig, LinearSpec, TextEncoderConfig, linear_layers
 from vllm_h3_plugin.errors import BackendError, UsageError
+from vllm_h3_plugin.memory.weights import shapes_of
 from vllm_h3_plugin.quantization.contract import LayerFacts, QuantBackend, choose_backend
 from vllm_h3_plugin.quantization.cutlass_fp8 import system_facts
 from vllm_h3_plugin.quantization.plan import PrecisionPlan, plan
@@ -94,6 +97,22 @@ def model_configs(inventory: Inventory) -> tuple[DitConfig, TextEncoderConfig]:
     partition: PartitionInventory = inventory.partitions[0]
     assert partition.dit is not None and partition.text is not None  # require_clean has passed
     return partition.dit, partition.text
+
+
+def give_dit_config(od_config: Any, inventory: Inventory) -> None:
+    """Put the DiT's config where the host's constructor reads it, when both partitions are served.
+
+    The host then looks for ``transformer/config.json`` in the root (0.30.0 and 0.28.0: the path of ``combined`` is the
+    root), where there is none, and would build the real model's widths whatever the partitions hold.
+
+    Raises:
+        CheckpointError: the two DiTs have different shapes.
+    """
+    if len(inventory.partitions) == 1:
+        return
+    shapes_of(inventory)
+    path = inventory.partitions[0].path / "transformer" / "config.json"
+    od_config.tf_model_config = TransformerConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def requested_method(quantization_config: Any) -> str | None:

@@ -60,9 +60,13 @@ def table_size(config: DitConfig, steps: int, roles: Collection[Role] = ()) -> T
     return TableSize(rows, table_bytes(config, rows))
 
 
-def default_table(recipe: Recipe, config: DitConfig) -> TableSize | None:
-    """The table that a server holds from its start: the default schedule's. None if the recipe keeps the weights."""
-    return table_size(config, DEFAULT_STEPS) if keeps_table(recipe) else None
+def default_table(recipe: Recipe, config: DitConfig, *, references: bool = False) -> TableSize | None:
+    """The table that a DiT holds from the start: the default schedule's. None if the recipe keeps the weights.
+
+    Args:
+        references: it is Ref2VA's, whose every request has pictures or films.
+    """
+    return table_size(config, DEFAULT_STEPS, ("image",) if references else ()) if keeps_table(recipe) else None
 
 
 def keeps_table(recipe: Recipe) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm_h3_plugin.checkpoint.inventory import Inventory, PartitionInventory
 from vllm_h3_plugin.checkpoint.layout import DitConfig, LinearSpec, TextEncoderConfig, linear_layers
+from vllm_h3_plugin.checkpoint.locate import FOLDERS
 from vllm_h3_plugin.errors import CheckpointError, UsageError
 from vllm_h3_plugin.memory.table import TableSize, default_table
 from vllm_h3_plugin.quantization.footprint import GIB, linear_bytes, other_weights
@@ -27,6 +28,7 @@ PARTS: dict[str, str] = {
     "audio_vae": "audio VAE, FP32",
     "vaes": "both VAEs together, FP32",
     "transformer_ref": "the second DiT, where both partitions are served",
+    "adapter": "factors of an adapter that is loaded beside the weights",
 }
 """Every part that a prediction can name, and what it holds."""
 
@@ -47,6 +49,8 @@ class ModelShapes:
         vaes: part name -> bytes resident on the device.
         second_dit: whether both partitions are served, and so a DiT of the same shape lies beside the first.
         name: the checkpoint's path, or ``true size``.
+        references_alone: whether it is Ref2VA by itself.
+        adapter_bytes: of an adapter beside the weights; counted whole on every rank, which is an upper bound.
     """
 
     dit: DitConfig = field(default_factory=DitConfig)
@@ -54,6 +58,8 @@ class ModelShapes:
     vaes: Mapping[str, int] = field(default_factory=lambda: {"vaes": TRUE_VAE_BYTES})
     second_dit: bool = False
     name: str = "true size"
+    references_alone: bool = False
+    adapter_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +111,8 @@ def shapes_of(inventory: Inventory) -> ModelShapes:
                 why="a server of both tasks builds two DiTs of one shape",
                 fix="Give one of the two folders.",
             )
-    return ModelShapes(first.dit, first.text, _vaes(first), len(partitions) > 1, str(inventory.path))
+    alone = first.name == FOLDERS["ref2va"]
+    return ModelShapes(first.dit, first.text, _vaes(first), len(partitions) > 1, str(inventory.path), alone)
 
 
 def predict_resident(
@@ -126,7 +133,7 @@ def predict_resident(
     """
     shapes = shapes_of(model) if isinstance(model, Inventory) else model
     _check_tp(shapes, tp)
-    table = table or default_table(plan.recipe, shapes.dit)
+    table = table or default_table(plan.recipe, shapes.dit, references=shapes.references_alone)
     linears = linear_layers(shapes.dit, shapes.text)
     parts = dict.fromkeys(PARTS, 0)
     streamed = 0
@@ -146,9 +153,12 @@ def predict_resident(
     embedding = shapes.text.vocab_size * shapes.text.hidden_size * 2
     parts["text_encoder"] -= embedding - -(-embedding // tp)  # vocabulary-parallel
     if shapes.second_dit:
-        parts["transformer_ref"] = parts["dit"] + parts["refiner"] + parts["adaln"]
+        of_references = default_table(plan.recipe, shapes.dit, references=True)
+        adaln = parts["adaln"] if of_references is None else of_references.nbytes
+        parts["transformer_ref"] = parts["dit"] + parts["refiner"] + adaln
     for name, nbytes in shapes.vaes.items():
         parts[name] += nbytes
+    parts["adapter"] = shapes.adapter_bytes
     return Resident({name: size for name, size in parts.items() if size}, streamed, table, tp)
 
 

@@ -197,7 +197,7 @@ STEPS: tuple[Step, ...] = (
         ("driver",),
         _ascend,
     ),
-    Step("checkpoint", lambda s: files.checkpoint(s.inventory, s.checkpoint)),
+    Step("checkpoint", lambda s: files.checkpoint(s.inventory, s.checkpoint, s.served[1] if s.checkpoint else None)),
     Step("checkpoint in the container", _mounted_checkpoint, ("checkpoint",), _containers),
     Step("recipe", lambda s: files.recipe(s.need), ("settings",)),
     Step("memory", _unified_memory, ("settings", "recipe"), lambda e: e.kind is Kind.SPARK),

@@ -13,6 +13,7 @@ from vllm_h3_plugin import settings as known_settings
 from vllm_h3_plugin.checkpoint.checksums import Verdicts, compare, release_root
 from vllm_h3_plugin.checkpoint.hash_files import Hashed, hash_files
 from vllm_h3_plugin.checkpoint.inventory import Inventory, ShardFile, take_inventory
+from vllm_h3_plugin.checkpoint.locate import holds_both
 from vllm_h3_plugin.checkpoint.snapshot_store import list_snapshots
 from vllm_h3_plugin.errors import CheckpointError, H3Error
 from vllm_h3_plugin.pins import load_pins
@@ -23,6 +24,7 @@ from vllm_h3_plugin.preflight.expected import Kind
 from vllm_h3_plugin.preflight.facts import Docker, Gpu, Image, Room
 from vllm_h3_plugin.preflight.machine import Machine, Memory
 from vllm_h3_plugin.preflight.need import Need, need_of
+from vllm_h3_plugin.preflight.partitions import with_partitions
 from vllm_h3_plugin.preflight.wanted import Wanted
 
 MOUNT = Path("/checkpoint")
@@ -118,12 +120,24 @@ class Survey:
         return None if path is None else Path(os.path.abspath(expanded(path)))
 
     @cached_property
+    def served(self) -> tuple[str, str | None]:
+        """The host's task type and, where a root was given without one, why it is this one."""
+        recipe = self.wanted.recipe or self.values.recipe or self.wanted.profile.recipe
+        profile = self.wanted.profile.model_copy(update={"checkpoint": self.checkpoint, "recipe": recipe})
+        total, floor = self.memory.total_bytes, self.values.memory_floor_gib
+        try:
+            decided, reason = with_partitions(profile, lambda: self.gpus, total, floor)
+        except (H3Error, OSError):
+            return "combined", None  # what is wrong with either is found where both are looked at
+        return decided.task, reason
+
+    @cached_property
     def inventory(self) -> Inventory | Unknown:
         """The checkpoint's files, by their headers."""
         path = self.checkpoint
         if path is None:
             return Unknown("none was named")
-        task = self.wanted.profile.task
+        task, _ = self.served
         try:
             return take_inventory(path, None if task == "auto" else task)
         except OSError as exc:
@@ -133,7 +147,7 @@ class Survey:
         """The folder that a container mounts; links below the partition that leave it; what ``user`` may not read."""
         path = self.checkpoint
         assert path is not None
-        root = path.parent
+        root = path if holds_both(path) else path.parent
         real = root.resolve()
         leading_out, unreadable = [], []
         for entry in (root, path, *sorted(path.rglob("*"))):

@@ -38,6 +38,11 @@ class AdapterRules:
     own: Adapter | None = None
     scale: float = 1.0
 
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that the adapter of the start takes beside the weights; none where it becomes a part of them."""
+        return 0 if self.own is None or self.own.fused else self.own.nbytes
+
     @classmethod
     def of(cls, inventory: Inventory, *, tables: bool) -> AdapterRules:
         """Of a clean inventory on the installed host, with no adapter loaded.

@@ -34,8 +34,12 @@ _INSTEAD = {
 """What to do about settings that no compose file hands on."""
 
 
-def checkpoint(found: Inventory | Unknown, path: Path | None) -> Check:
-    """Every file of the checkpoint, by its headers."""
+def checkpoint(found: Inventory | Unknown, path: Path | None, chosen: str | None = None) -> Check:
+    """Every file of the checkpoint, by its headers.
+
+    Args:
+        chosen: why both partitions of a root are served, or one.
+    """
     name = "checkpoint"
     if path is None:
         return failed(
@@ -46,7 +50,9 @@ def checkpoint(found: Inventory | Unknown, path: Path | None) -> Check:
     if isinstance(found, Unknown):
         return failed(name, f"{path}: {found.reason}", "Make the folder readable for this user.")
     if not found.faults:
-        return passed(name, f"{path}: whole, {found.nbytes / 2**30:.1f} GiB, by its headers")
+        return passed(
+            name, f"{path}: whole, {found.nbytes / 2**30:.1f} GiB, by its headers{f'. {chosen}' if chosen else ''}"
+        )
     first, others = found.faults[0], len(found.faults) - 1
     more = f" ({others} more: vllm-h3 inspect {path})" if others else ""
     if path.name in _PARTITIONS and path.parent.name in _PARTITIONS:
