@@ -7,16 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import wave
-from fractions import Fraction
 from pathlib import Path
 
-import av
-import numpy as np
 import pytest
 from vllm_omni.errors import OmniClientError
 from vllm_omni.model_executor.models.minimax_h3 import reference_video
 
+from tests.unit.serving.reference_kit import film, sound
 from vllm_h3_plugin.host import reference_media
 
 
@@ -31,44 +28,17 @@ def without_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reference_media.install()
 
 
-def film(path: Path, *, frames: int = 72, rate: Fraction = Fraction(24), format: str | None = None) -> Path:
-    """320x256, with a sound beside it."""
-    with av.open(str(path), "w", format=format) as container:
-        pictures = container.add_stream("libx264", rate=rate)
-        pictures.width, pictures.height, pictures.pix_fmt = 320, 256, "yuv420p"
-        sound = container.add_stream("aac", rate=32000)
-        sound.layout = "stereo"
-        for number in range(frames):
-            image = np.full((256, 320, 3), number, np.uint8)
-            container.mux(pictures.encode(av.VideoFrame.from_ndarray(image)))
-        container.mux(pictures.encode())
-        samples = np.zeros((2, int(32000 * frames / rate)), np.float32)
-        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="stereo")
-        frame.rate = 32000
-        container.mux(sound.encode(frame))
-        container.mux(sound.encode())
-    return path
-
-
-def tone(path: Path, seconds: float) -> Path:
-    with wave.open(str(path), "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(16000)
-        sound.writeframes(np.zeros(int(16000 * seconds), "<i2").tobytes())
-    return path
-
-
 def test_a_film_is_told_as_the_host_wants_it(tmp_path: Path) -> None:
-    path = film(tmp_path / "film.mp4", rate=Fraction(30000, 1001))
+    path = tmp_path / "film.mp4"
+    film(path, seconds=2.5, size=(320, 256), rate=30)
     told = reference_media.probe_film(str(path))
-    assert told.pop("duration") == pytest.approx(72 * 1001 / 30000, abs=0.01)
-    assert told.pop("fps") == pytest.approx(29.97, abs=0.01)
+    assert told.pop("duration") == pytest.approx(2.5, abs=0.01)
     assert {"mov", "mp4"} <= set(told.pop("format_names"))
     assert told == {
         "width": 320,
         "height": 256,
-        "frame_count": 72,
+        "fps": 30.0,
+        "frame_count": 75,
         "video_codec": "h264",
         "audio_codecs": ("aac",),
         "file_size": path.stat().st_size,
@@ -76,38 +46,46 @@ def test_a_film_is_told_as_the_host_wants_it(tmp_path: Path) -> None:
 
 
 def test_frames_of_a_file_that_does_not_say_are_counted(tmp_path: Path) -> None:
-    assert reference_media.probe_film(str(film(tmp_path / "film.mkv", format="matroska")))["frame_count"] == 72
+    film(tmp_path / "film.mkv", seconds=3, format_="matroska")
+    assert reference_media.probe_film(str(tmp_path / "film.mkv"))["frame_count"] == 72
 
 
 def test_a_sound_is_told_as_the_host_wants_it(tmp_path: Path) -> None:
-    path = tone(tmp_path / "tone.wav", 2.5)
+    path = tmp_path / "tone.wav"
+    sound(path, seconds=2.5)
     told = reference_media.probe_sound(str(path))
-    assert told == {"duration": 2.5, "format_names": ("wav",), "codec": "pcm_s16le", "file_size": path.stat().st_size}
+    assert told.pop("duration") == pytest.approx(2.5, abs=0.01)
+    assert told == {"format_names": ("wav",), "codec": "pcm_s16le", "file_size": path.stat().st_size}
 
 
 def test_what_is_no_film_and_no_sound_is_the_callers_fault(tmp_path: Path) -> None:
     (tmp_path / "text.mp4").write_bytes(b"no film at all, but some words")
-    silent = tone(tmp_path / "tone.wav", 2.0)
-    for ask, path, said in (
-        (reference_media.probe_film, tmp_path / "text.mp4", "cannot be read"),
-        (reference_media.probe_film, silent, "no video stream"),
-        (reference_media.probe_sound, tmp_path / "text.mp4", "cannot be read"),
+    sound(tmp_path / "tone.wav")
+    film(tmp_path / "silent.mp4", sound=None)
+    for ask, name, said in (
+        (reference_media.probe_film, "text.mp4", "cannot be read"),
+        (reference_media.probe_film, "tone.wav", "no video stream"),
+        (reference_media.probe_sound, "text.mp4", "cannot be read"),
+        (reference_media.probe_sound, "silent.mp4", "no audio stream"),
     ):
         with pytest.raises(OmniClientError, match=said):
-            ask(str(path))
+            ask(str(tmp_path / name))
 
 
 def test_the_host_prepares_references_without_programs_on_path(without_programs: None, tmp_path: Path) -> None:
+    film(tmp_path / "a.mp4", seconds=3, size=(320, 256))
+    sound(tmp_path / "tone.wav")
+    sound(tmp_path / "short.wav", seconds=1)
     (prepared,) = reference_video.prepare_reference_videos(
-        [str(film(tmp_path / "a.mp4"))], target_frame_count=48, workdir=str(tmp_path / "work")
+        [str(tmp_path / "a.mp4")], target_frame_count=48, workdir=str(tmp_path / "work")
     )
     assert (prepared["width"], prepared["height"], prepared["input_has_audio"]) == (960, 768, True)
     assert reference_video.load_video_frames(prepared["prepared_path"]).shape == (48, 768, 960, 3)
     waveform, rate = reference_video.load_video_audio(str(tmp_path / "a.mp4"), duration_seconds=2.0)
     assert waveform.shape[-1] == pytest.approx(2 * rate, rel=0.02)
-    reference_video.validate_reference_audio_files([str(tone(tmp_path / "tone.wav", 2.5))])
+    reference_video.validate_reference_audio_files([str(tmp_path / "tone.wav")])
     with pytest.raises(OmniClientError, match=r"\[2, 15\] seconds"):
-        reference_video.validate_reference_audio_files([str(tone(tmp_path / "short.wav", 1.0))])
+        reference_video.validate_reference_audio_files([str(tmp_path / "short.wav")])
 
 
 @pytest.mark.parametrize("old", [True, False])

@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.conftest import ENVIRONMENT
 from tests.server.forked import ForkedServer, start_import
+from tests.unit.serving import reference_kit
 from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.checkpoint.synthetic.adapters import AdapterSpec, write_adapter
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
@@ -258,6 +259,20 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     Image.fromarray(first).save(paths[0])
     Image.fromarray(255 - first[::-1]).save(paths[1])
     return paths
+
+
+@pytest.fixture(scope="session")
+def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3 s of film with sound, as a reference."""
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    reference_kit.film(path, seconds=3)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tone(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """3 s of sound, as a reference."""
+    return reference_kit.sound(tmp_path_factory.mktemp("tone") / "tone.wav", seconds=3)
 
 
 def request(*references: Path, seed: int = 1, frames: int = 96, steps: int = 3, size: int = 64) -> VideoRequest:

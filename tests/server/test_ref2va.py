@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from tests.server.conftest import Running, Servers, request
@@ -22,7 +19,6 @@ from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
 
 SIZE, FRAMES = 256, 96
-SECONDS = 3
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +38,6 @@ def profile(root: Path) -> Profile:
 def server(profile: Profile, servers: Servers, root: Path) -> Running:
     """Both DiTs in one process."""
     return servers.start(root, task=profile.task, recipe=profile.recipe)
-
-
-@pytest.fixture(scope="module")
-def tone() -> bytes:
-    """A chord of 3 s, mono, 16 bits."""
-    times = np.arange(16000 * SECONDS) / 16000
-    data = (8000 * (np.sin(2 * np.pi * 330 * times) + np.sin(2 * np.pi * 495 * times))).astype("<i2")
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(16000)
-        sound.writeframes(data.tobytes())
-    return file.getvalue()
 
 
 def made(server: Running, path: Path, *files: tuple[str, tuple[str, bytes]], **fields: str) -> dict[str, Any]:
@@ -81,19 +63,18 @@ def test_a_root_without_a_task_is_served_whole_where_both_fit(profile: Profile, 
 
 
 def test_one_server_makes_all_kinds_and_the_request_chooses_the_dit(
-    server: Running, pictures: tuple[Path, Path], tone: bytes, tmp_path: Path
+    server: Running, pictures: tuple[Path, Path], film: Path, tone: bytes, tmp_path: Path
 ) -> None:
     sound = ("audio_reference", ("tone.wav", tone))
-    made(server, tmp_path / "film.mp4")
-    film = ("video_reference", ("film.mp4", (tmp_path / "film.mp4").read_bytes()))
+    moving = ("video_reference", (film.name, film.read_bytes()))
     asked: dict[str, tuple[Any, ...]] = {
         "t2va": (),
         "fl2va": (picture(pictures[0], "input_reference"),),
         "ref2va": (picture(pictures[0]),),
         "ref2va, another picture": (picture(pictures[1]),),
         "ref2va, a sound": (picture(pictures[0]), sound),
-        "ref2va, a film": (film,),
-        "ref2va, mixed": (picture(pictures[0]), picture(pictures[1]), film, sound),
+        "ref2va, a film": (moving,),
+        "ref2va, mixed": (picture(pictures[0]), picture(pictures[1]), moving, sound),
     }
     clips = {}
     for name, files in asked.items():

@@ -128,14 +128,20 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     reader.close()
 
 
-def test_whoever_follows_the_page_gets_what_it_shows(reader: Reader) -> None:
-    assert len(BLOCKS) >= 9 and sum(block.startswith("vllm-h3 serve") for block in BLOCKS) == 2
+def test_whoever_follows_the_page_gets_what_it_shows(
+    reader: Reader, pictures: tuple[Path, Path], film: Path, tone: bytes
+) -> None:
+    assert len(BLOCKS) >= 9 and sum(block.startswith("vllm-h3 serve") for block in BLOCKS) == 3
+    shutil.copy(pictures[0], reader.folder / "picture.png")
+    shutil.copy(film, reader.folder / "film.mp4")
+    (reader.folder / "voice.wav").write_bytes(tone)
     for block in BLOCKS:
         reader.follow(block)
-    made = {path.name for path in reader.folder.glob("*.mp4")}
-    assert made == {"turbo.mp4", "base.mp4", "mine.mp4", "fasth3.mp4"}
+    made = {path.name for path in reader.folder.glob("*.mp4")} - {"film.mp4"}
+    ways = {"turbo.mp4", "base.mp4", "mine.mp4", "fasth3.mp4", "text.mp4", "picture.mp4", "mixed.mp4"}
+    assert made == ways
     clips = {name: (reader.folder / name).read_bytes() for name in made}
-    assert len(set(clips.values())) == 4
+    assert len(set(clips.values())) == len(ways)
 
 
 def test_a_block_that_does_not_do_what_it_shows_is_seen(reader: Reader) -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that ``vllm-h3 memory`` is asked about: a checkpoint or the real sizes, one partition or both, an adapter.
-"""
+"""The model that ``vllm-h3 memory`` is asked about: a checkpoint or the real sizes, and what is added to it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,6 @@ from vllm_omni.model_executor.models.minimax_h3 import reference_video
 
 from vllm_h3_plugin.video.tools import find_ffmpeg
 
-
 _PREFIX = "vllm-h3-ffmpeg-"
 _SCRIPT = """\
 #!/bin/sh

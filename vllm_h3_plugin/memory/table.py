@@ -66,7 +66,8 @@ def default_table(recipe: Recipe, config: DitConfig, *, references: bool = False
     Args:
         references: it is Ref2VA's, whose every request has pictures or films.
     """
-    return table_size(config, DEFAULT_STEPS, ("image",) if references else ()) if keeps_table(recipe) else None
+    roles: tuple[Role, ...] = ("image",) if references else ()
+    return table_size(config, DEFAULT_STEPS, roles) if keeps_table(recipe) else None
 
 
 def keeps_table(recipe: Recipe) -> bool:

@@ -122,8 +122,11 @@ class Survey:
     @cached_property
     def served(self) -> tuple[str, str | None]:
         """The host's task type and, where a root was given without one, why it is this one."""
-        recipe = self.wanted.recipe or self.values.recipe or self.wanted.profile.recipe
-        profile = self.wanted.profile.model_copy(update={"checkpoint": self.checkpoint, "recipe": recipe})
+        asked = self.wanted.profile
+        if isinstance(self.settings, H3Error):
+            return asked.task, None
+        recipe = self.wanted.recipe or self.values.recipe or asked.recipe
+        profile = asked.model_copy(update={"checkpoint": self.checkpoint, "recipe": recipe})
         total, floor = self.memory.total_bytes, self.values.memory_floor_gib
         try:
             decided, reason = with_partitions(profile, lambda: self.gpus, total, floor)

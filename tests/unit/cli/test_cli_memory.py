@@ -105,6 +105,38 @@ def test_a_checkpoint_is_predicted_in_mib_with_both_dits_of_a_root(h3: Run, chec
     assert "MiB" in out and "GiB" in out
 
 
+def test_two_partitions_of_the_real_model(h3: Run) -> None:
+    _, one, _ = h3("--true-size", "--json")
+    code, both, _ = h3("--true-size", "--both", "--json")
+    assert code == 0
+    more, less = (json.loads(text)["resident"] for text in (both, one))
+    # The second DiT's table is of requests with pictures: 149 rows and not 99.
+    extra = less["parts"]["dit"] + less["parts"]["refiner"] + less["parts"]["adaln"] * 149 // 99
+    assert more["parts"]["transformer_ref"] == more["bytes"] - less["bytes"] == extra
+
+
+def test_an_adapter_beside_the_weights_is_counted_and_a_fused_one_is_not(
+    h3: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    for kind in ("turbo", "fasth3"):
+        with pytest.raises(SystemExit):
+            main(["synth-lora", str(checkpoint / "FL2VA"), str(tmp_path), "--kind", kind])
+    turbo, fused = next(tmp_path.glob("*turbo*")), tmp_path / "adapter_model.safetensors"
+    h3("--true-size")  # what synth-lora printed is read away
+    counted = {
+        path: json.loads(h3(checkpoint / "FL2VA", "--lora", path, "--json")[1])["resident"] for path in (turbo, fused)
+    }
+    assert 0 < counted[turbo]["parts"]["adapter"] <= turbo.stat().st_size
+    assert counted[turbo]["bytes"] - counted[fused]["bytes"] == counted[turbo]["parts"]["adapter"]
+    assert "adapter" not in counted[fused]["parts"]
+
+
+def test_both_is_not_asked_of_a_checkpoint(h3: Run, checkpoint: Path) -> None:
+    code, _, err = h3(checkpoint / "FL2VA", "--both")
+    assert code == UsageError.exit_code
+    assert "--both" in err and "root that holds FL2VA and Ref2VA" in " ".join(err.split())
+
+
 def test_a_higher_floor_leaves_less_room(h3: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     free = {}
     for floor in ("6", "16"):
