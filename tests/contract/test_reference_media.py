@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ def without_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(empty))
     for name in ("_probe_video", "_probe_audio"):
         monkeypatch.setattr(reference_video, name, getattr(reference_video, name))
-    reference_media.install()
+    reference_media.install(tmp_path)
 
 
 def test_a_film_is_told_as_the_host_wants_it(tmp_path: Path) -> None:
@@ -98,19 +97,34 @@ def test_ffmpeg_on_path_is_used_if_it_knows_the_host_s_words(
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in ("_probe_video", "_probe_audio"):
         monkeypatch.setattr(reference_video, name, getattr(reference_video, name))
-    reference_media.install()
-    reference_media.install()
+    reference_media.install(tmp_path)
+    reference_media.install(tmp_path)
     before = os.environ["PATH"].split(os.pathsep)
     assert before[-1] == str(tmp_path) and len(before) == (1 if old else 2)
 
 
-def test_the_folder_on_path_is_gone_with_the_process(tmp_path: Path) -> None:
+def test_the_script_stays_the_same_file_for_every_process(tmp_path: Path) -> None:
     code = (
-        "import os, shutil; os.environ['PATH'] = '/nowhere'\n"
-        "from vllm_h3_plugin.host import reference_media; reference_media.install()\n"
+        "import os, pathlib, shutil, sys; os.environ['PATH'] = '/nowhere'\n"
+        "from vllm_h3_plugin.host import reference_media; reference_media.install(pathlib.Path(sys.argv[1]))\n"
         "print(shutil.which('ffmpeg'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not Path(done.stdout.splitlines()[-1]).exists()
-    assert Path(done.stdout.splitlines()[-1]).name == "ffmpeg"
-    assert shutil.which("ffmpeg", path="/nowhere") is None
+    told = set()
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        told.add(done.stdout.splitlines()[-1])
+    (script,) = told
+    assert [path.name for path in Path(script).parent.iterdir()] == ["ffmpeg"]
+    version = subprocess.run([script, "-vsync", "0", "-version"], capture_output=True, text=True, check=True)
+    assert version.stdout.startswith("ffmpeg version") and "Unrecognized" not in version.stderr
+
+
+def test_a_cache_that_cannot_be_written_costs_no_start(without_programs: None, tmp_path: Path) -> None:
+    before = os.environ["PATH"]
+    (tmp_path / "file").write_text("")
+    os.environ["PATH"] = str(tmp_path / "empty")
+    try:
+        reference_media.install(tmp_path / "file")
+        assert os.environ["PATH"] == str(tmp_path / "empty")
+    finally:
+        os.environ["PATH"] = before

@@ -107,10 +107,10 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
         # The host's override hook cannot see which model it builds for, so the config is replaced here, before the
         # layers ask for it. None is what the host has for an unquantized model.
         give_dit_config(od_config, session.inventory)
-        reference_media.install()
         quantized = bool(session.plan.quantized)
         od_config.quantization_config = H3QuantizationConfig(session.plan, session.backend) if quantized else None
         device, values, progress = get_local_device(), settings.load(), Progress()
+        reference_media.install(values.cache_dir)
         encoder = chosen_encoder(values)
         plain_weights(session.backend, values)
         watch = MemoryWatch.for_session(session, device)

@@ -10,22 +10,24 @@ it in today's words to the program that :func:`~vllm_h3_plugin.video.tools.find_
 
 from __future__ import annotations
 
-import atexit
 import os
 import shlex
 import shutil
 import subprocess
-import tempfile
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import av
+from vllm.logger import init_logger
 from vllm_omni.errors import OmniClientError
 from vllm_omni.model_executor.models.minimax_h3 import reference_video
 
 from vllm_h3_plugin.video.tools import find_ffmpeg
 
-_PREFIX = "vllm-h3-ffmpeg-"
+logger = init_logger(__name__)
+
+_PREFIX = "ffmpeg-"
 _SCRIPT = """\
 #!/bin/sh
 # ffmpeg with `-vsync 0` said as `-fps_mode passthrough`.
@@ -42,8 +44,11 @@ exec {program} "$@"
 """
 
 
-def install() -> None:
+def install(cache: Path) -> None:
     """Put both where the host looks; a second call changes nothing.
+
+    Args:
+        cache: folder that a script may be left in, and run from.
 
     Raises:
         ToolMissingError: there is no ffmpeg at all.
@@ -54,11 +59,18 @@ def install() -> None:
     found = shutil.which("ffmpeg")
     if found is not None and (Path(found).parent.name.startswith(_PREFIX) or _knows_vsync(found)):
         return
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    script = folder / "ffmpeg"
-    script.write_text(_SCRIPT.format(program=shlex.quote(str(find_ffmpeg()))), encoding="utf-8")
-    script.chmod(0o755)
+    text = _SCRIPT.format(program=shlex.quote(str(find_ffmpeg())))
+    # One folder for each text, so that it never changes under a process that uses it, and nothing is left to clean up.
+    folder = cache.expanduser().absolute() / f"{_PREFIX}{sha256(text.encode()).hexdigest()[:16]}"
+    written = folder / f".{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written.write_text(text, encoding="utf-8")
+        written.chmod(0o755)
+        written.replace(folder / "ffmpeg")
+    except OSError as exc:
+        logger.warning("films as references will fail: no ffmpeg on PATH, and %s: %s", folder, exc.strerror or exc)
+        return
     os.environ["PATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PATH"))))
 
 
