@@ -81,7 +81,9 @@ def test_status_follows_a_real_server_through_a_job(fp8: Running, tmp_path: Path
 
 def test_status_sees_a_caller_who_waits_for_the_clip_itself(fp8: Running) -> None:
     with httpx.Client(base_url=fp8.url, timeout=120) as http, ThreadPoolExecutor() as pool:
-        answer = pool.submit(httpx.post, f"{fp8.url}/v1/videos/sync", data=request(seed=8).form(), timeout=120)
+        answer = pool.submit(
+            httpx.post, f"{fp8.url}/v1/videos/sync", data=request(seed=8, steps=40).form(), timeout=120
+        )
         seen = []
         while not answer.done():
             seen.append(ask_server(http))

@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "VLLM_API_KEY": KEY,
 }
 PLENTY, LOW, CRITICAL = 100 * GIB, 6 * GIB, 2 * GIB
-LONG = request(steps=MOST_STEPS, seed=5)
+LONG = request(steps=MOST_STEPS, seed=5, size=192)
 
 
 @dataclass

@@ -22,7 +22,8 @@ from vllm_h3_plugin.video.verify import verify
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SMALL = {"num_inference_steps": "3", "seed": "1"}
-LONG = {"num_inference_steps": str(MOST_STEPS), "seed": "5"}
+# Long enough, at this size, for whatever a test does while it is made.
+LONG, LONG_SIZE = {"num_inference_steps": str(MOST_STEPS), "seed": "5"}, "192x192"
 
 
 @pytest.fixture
@@ -53,14 +54,14 @@ def test_create_poll_list_download_and_delete(client: Any, tmp_path: Path) -> No
 
 
 def test_a_list_of_several_pages_is_walked(client: Any) -> None:
-    made = [client.videos.create(prompt=str(n), size="64x64", seconds="4", extra_body=LONG).id for n in range(3)]
+    made = [client.videos.create(prompt=str(n), size=LONG_SIZE, seconds="4", extra_body=LONG).id for n in range(3)]
     assert [job.id for job in client.videos.list(limit=2)] == made[::-1]
     assert [job.id for job in client.videos.list(limit=2, order="asc")] == made
 
 
 def test_a_size_of_openai_is_snapped_and_says_so(client: Any) -> None:
     # It waits behind another, because a step of this size would take this machine half a minute.
-    client.videos.create(prompt="first", size="64x64", seconds="4", extra_body=LONG)
+    client.videos.create(prompt="first", size=LONG_SIZE, seconds="4", extra_body=LONG)
     video = client.videos.create(prompt="a red kite", size="1280x720", seconds="4")
     assert (video.size, video.seconds, video.status) == ("1280x704", "4.45833", "queued")
     assert {snap["field"]: (snap["asked"], snap["made"]) for snap in video.snapped} == {
@@ -114,7 +115,7 @@ def test_what_cannot_be_made_is_refused_at_create(client: Any, wrong: dict, fiel
 
 
 def test_a_failed_job_is_an_answer_and_no_exception(client: Any, keyed: Keyed) -> None:
-    form = {"prompt": "a kite", "size": "64x64", **LONG}
+    form = {"prompt": "a kite", "size": LONG_SIZE, **LONG}
     with pytest.raises(httpx.ReadTimeout):
         # Who asks for the clip as the answer, and leaves, has cancelled it.
         keyed.http.post("/v1/videos/sync", data=form, timeout=2)
@@ -128,7 +129,7 @@ def test_a_failed_job_is_an_answer_and_no_exception(client: Any, keyed: Keyed) -
 
 
 def test_a_running_job_is_stopped_by_delete(client: Any, keyed: Keyed) -> None:
-    video = client.videos.create(prompt="a kite", size="64x64", seconds="4", extra_body=LONG)
+    video = client.videos.create(prompt="a kite", size=LONG_SIZE, seconds="4", extra_body=LONG)
     while client.videos.retrieve(video.id).progress < 6:
         time.sleep(0.1)
     assert client.videos.delete(video.id).deleted

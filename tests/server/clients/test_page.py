@@ -117,7 +117,7 @@ def test_a_clip_is_ordered_watched_played_and_downloaded(opened: Any, keyed: Key
     page = opened()
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url.rpartition("/")[2]))
-    ask(page, steps="60", size="100x70")
+    ask(page, steps="120", size="100x70")
     seen = watched(page)
     assert seen == sorted(seen)
     assert sum(0 < percent < 100 for percent in seen) >= 3
@@ -153,9 +153,9 @@ def test_a_clip_is_ordered_watched_played_and_downloaded(opened: Any, keyed: Key
 
 def test_what_runs_and_what_waits_is_cancelled(opened: Any, keyed: Keyed) -> None:
     page = opened()
-    ask(page, steps=LONG, prompt="the first")
+    ask(page, steps=LONG, size="256x256", prompt="the first")
     page.locator("#phase", has_text="Denoising, step").wait_for()
-    ask(page, steps=LONG, prompt="the second")
+    ask(page, steps=LONG, size="256x256", prompt="the second")
     page.locator("#stage-status", has_text="waits, place 1").wait_for()
     page.locator("#queue-length", has_text="2 not finished").wait_for()
     page.get_by_role("button", name="Cancel: the first").click()
@@ -206,7 +206,7 @@ def test_a_first_frame_is_shown_and_used(opened: Any, keyed: Keyed, pictures: tu
 def test_without_events_the_job_is_asked_for(opened: Any) -> None:
     page = opened()
     page.route("**/events", lambda route: route.abort())
-    ask(page, steps=LONG)
+    ask(page, steps=LONG, size="128x128")
     seen = watched(page)
     assert sum(0 < percent < 100 for percent in seen) >= 2
 
