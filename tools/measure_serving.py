@@ -83,7 +83,7 @@ def with_kept(made: Result, kept: Result) -> Result:
         made,
         command="; ".join(dict.fromkeys([made.command, *kept.command.split("; ")])),
         versions={**kept.versions, **made.versions},
-        rows=[*made.rows, *(row for row in kept.rows if _COLUMN not in row)],
+        rows=[*made.rows, *(row for row in kept.rows if row.get(_COLUMN) not in _PARTS.values())],
         ratios=ratios,
         reasons={name: why for name, why in {**made.reasons, **kept.reasons}.items() if ratios.get(name, 0) is None},
         notes="\n\n".join(dict.fromkeys([made.notes, *kept.notes.split("\n\n")])),
