@@ -50,7 +50,7 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
     )
     async def create(request: Request) -> Response:
         job = await _submitted(service(), accept, request, sync=False)
-        return job if isinstance(job, Response) else JSONResponse(service().shown(job))
+        return job if isinstance(job, Response) else JSONResponse(service().view.shown(job))
 
     @router.post(
         "/v1/videos/sync",
@@ -79,7 +79,7 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
                 jobs.kept.store.listed, after=after, limit=limit, newest_first=order == "desc"
             )
         # A list may be long; where a job's time went is told by its own GET.
-        shown = [{**jobs.shown(job), "ledger": None} for job in page]
+        shown = [{**jobs.view.shown(job), "ledger": None} for job in page]
         return JSONResponse(
             {
                 "object": "list",
@@ -97,7 +97,7 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
     )
     async def retrieve(video_id: str) -> Response:
         job = await service().get(video_id)
-        return _unknown(video_id) if job is None else JSONResponse(service().shown(job))
+        return _unknown(video_id) if job is None else JSONResponse(service().view.shown(job))
 
     @router.get(
         "/v1/videos/{video_id}/events",
@@ -109,7 +109,7 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
         if await service().get(video_id) is None:
             return _unknown(video_id)
         return StreamingResponse(
-            _stream(service().events(video_id)),
+            _stream(service().view.events(video_id)),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         )

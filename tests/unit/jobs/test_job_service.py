@@ -25,7 +25,7 @@ def test_jobs_run_one_after_the_other_in_the_order_of_their_arrival(tmp_path: Pa
             orders = [FakeOrder(worker) for _ in range(3)]
             jobs = [(await service.submit(asked(), order))[0] for order in orders]
             await orders[0].began.wait()
-            assert [service.progress(job).position for job in jobs[1:]] == [1, 2]
+            assert [service.view.progress(job).position for job in jobs[1:]] == [1, 2]
             assert not orders[1].began.is_set()
             for job, order in zip(jobs, orders, strict=True):
                 await order.began.wait()
@@ -44,7 +44,7 @@ def test_a_failed_job_is_shown_with_its_reason_and_the_line_goes_on(tmp_path: Pa
             job, _ = await service.submit(asked(), FakeOrder(worker, RuntimeError("no such thing"), at_once=True))
             ended = await service.wait(job.id)
             assert ended is not None
-            shown = service.shown(ended)
+            shown = service.view.shown(ended)
             assert (shown["status"], shown["error"]) == (
                 "failed",
                 {"code": "generation_failed", "message": "no such thing"},
@@ -67,7 +67,7 @@ def test_a_waiting_and_a_running_job_can_be_cancelled_and_the_next_one_runs(tmp_
                 ended = await service.wait(job.id)
                 assert ended is not None and ended.failure is not None
                 assert (ended.status, ended.failure.code) == (Status.CANCELLED, "cancelled")
-                assert service.shown(ended)["status"] == "failed"
+                assert service.view.shown(ended)["status"] == "failed"
             assert worker.stopped == [running.id]
             assert (await finished(service, worker)).status is Status.COMPLETED
 
@@ -310,7 +310,7 @@ def test_events_tell_each_move_and_end_with_the_job(tmp_path: Path) -> None:
             order = FakeOrder(worker)
             job, _ = await service.submit(asked(), order)
             seen = []
-            async for event in service.events(job.id):
+            async for event in service.view.events(job.id):
                 seen.append(event)
                 await order.began.wait()
                 worker.state = {

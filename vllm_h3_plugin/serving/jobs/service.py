@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,20 +19,17 @@ from typing import Any
 
 from vllm_h3_plugin.errors import BusyError, QueueFullError, UsageError
 from vllm_h3_plugin.serving.jobs.estimates import Estimates
-from vllm_h3_plugin.serving.jobs.job import LOST, Failure, Job, Status, new_id, wire
+from vllm_h3_plugin.serving.jobs.job import LOST, Failure, Job, Status, new_id
 from vllm_h3_plugin.serving.jobs.keeper import INTERRUPTED, Keeper, event
 from vllm_h3_plugin.serving.jobs.line import Line
 from vllm_h3_plugin.serving.jobs.made import Asked, Observer, Order, Worker
-from vllm_h3_plugin.serving.jobs.progress import Progress, look
 from vllm_h3_plugin.serving.jobs.retention import Retention
 from vllm_h3_plugin.serving.jobs.run import Run
+from vllm_h3_plugin.serving.jobs.view import View
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 60.0
-_EVENT_S = 0.25
-_LOOK_S = 0.05
-_HEARTBEAT_S = 15.0
 _SAVE_S = 10.0
 """A server that is told to end gives the clip that it writes this long."""
 _BACK_S = 30
@@ -86,13 +82,11 @@ class JobService:
         self._line: Line[tuple[Job, Order]] = Line(rules.max_queue)
         self._running: Run | None = None
         self._ends: dict[str, asyncio.Event] = {}
-        self._seen: dict[str, Progress] = {}
-        self._worker_seen: Mapping[str, Any] | None = None
-        self._worker_at = -math.inf
         self._arrived = asyncio.Event()
         self._submitting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._estimates = Estimates()
+        self.view = View(self, worker, self._estimates, clock)
         self._leaving = False
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -261,49 +255,17 @@ class JobService:
         await asyncio.to_thread(self.kept.forget, [job_id])
         return True
 
-    def shown(self, job: Job) -> dict[str, Any]:
-        """A job as clients see it."""
-        return wire(job, self.progress(job).as_fields(), self.kept.retention.expires_at(job))
+    def position(self, job_id: str) -> int | None:
+        """Place in the line, from 1; None for a job that does not wait."""
+        return self._line.position(job_id)
 
-    def progress(self, job: Job) -> Progress:
-        """How far a job is."""
-        seen = look(
-            job,
-            self._worker_now() if job.status is Status.IN_PROGRESS else None,
-            self._clock(),
-            before=self._seen.get(job.id),
-            position=self._line.position(job.id),
-            tail_s=self._estimates.tail_s(),
-        )
-        if job.status is Status.IN_PROGRESS:
-            self._seen[job.id] = seen
-        return seen
+    def end_of(self, job_id: str) -> asyncio.Event | None:
+        """Set when the job ends; None if it neither waits nor runs here."""
+        return self._ends.get(job_id)
 
-    def _worker_now(self) -> Mapping[str, Any] | None:
-        """What the worker last wrote, read once for all who ask at the same moment."""
-        now = time.monotonic()
-        if now - self._worker_at > _LOOK_S:
-            self._worker_seen, self._worker_at = self._worker.progress(), now
-        return self._worker_seen
-
-    async def events(self, job_id: str) -> AsyncIterator[dict[str, Any] | None]:
-        """The job as clients see it, each time that it moves, until its end; None after 15 s without a move."""
-        last, quiet = None, 0.0
-        while True:
-            job = await self.get(job_id)
-            if job is None:
-                return
-            now = self.shown(job)
-            moved = {name: value for name, value in now.items() if name != "seconds_left"}
-            if moved != last or quiet >= _HEARTBEAT_S:
-                yield now if moved != last else None
-                last, quiet = moved, 0.0
-            if job.status.ended:
-                return
-            end = self._ends.get(job_id)
-            quiet += _EVENT_S
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(end.wait() if end else asyncio.sleep(_EVENT_S * 2), _EVENT_S)
+    def expires_at(self, job: Job) -> float | None:
+        """When it is removed, in seconds since 1970; None: not by age."""
+        return self.kept.retention.expires_at(job)
 
     @property
     def queue(self) -> dict[str, Any]:
@@ -347,7 +309,7 @@ class JobService:
         if self._leaving:
             return await self._end(job.failed(INTERRUPTED, self._clock()))
         job = job.moved(Status.IN_PROGRESS, self._clock())
-        look = None if self.rules.fixed else partial(self.progress, job)
+        look = None if self.rules.fixed else partial(self.view.progress, job)
         self._running = running = Run(job, order, self._worker, self.kept.clips, self._clock, look)
         try:
             await asyncio.to_thread(self.kept.store.put, job)
@@ -356,7 +318,7 @@ class JobService:
             await self._end(await running.result())
         finally:
             self._running = None
-            self._seen.pop(job.id, None)
+            self.view.forget(job)
             self._worker.resume()
 
     async def _end(self, job: Job) -> None:
@@ -390,5 +352,5 @@ class JobService:
         running = self._running
         if running is None:
             return None
-        left = self.progress(running.job).seconds_left
+        left = self.view.progress(running.job).seconds_left
         return left if left is not None else self._estimates.left_s(running.job, self._clock())
