@@ -26,7 +26,7 @@ from vllm_h3_plugin.serving.references.media import Media
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Lora, Task
 from vllm_h3_plugin.serving.rules.ask import MAX_STEPS
 from vllm_h3_plugin.serving.rules.limits import EXTRA, Limits, Misfit
-from vllm_h3_plugin.video.geometry import FPS
+from vllm_h3_plugin.video.geometry import FPS, SIZE_MULTIPLE
 
 TASKS: tuple[Task, ...] = ("t2va", "fl2va", "ref2va")
 _EXTRA_028 = frozenset({"force_refresh_step_hint", "force_refresh_step_policy"})
@@ -131,6 +131,8 @@ def server_limits(model: str | None, outputs: int = 1) -> Limits:
         most_steps=MAX_STEPS - (host_steps(1) - 1),
         adapters=None if adapters is None else AdapterRules.from_dict(adapters),
         max_pixels=values.max_pixels,
+        # 0.28 fits pictures to the clip and then takes none below 256 (pipeline_minimax_h3.py:2231).
+        least_with_pictures=256 if _is_028() else SIZE_MULTIPLE,
         lora_dir=values.lora_dir,
         extra=_EXTRA_028 if _is_028() else EXTRA,
         misfit=_either(_measured_size(workers), budget()),

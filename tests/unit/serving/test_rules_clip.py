@@ -101,6 +101,19 @@ def test_one_side_alone_is_refused() -> None:
     assert _fault(height=768).field == "width"
 
 
+@pytest.mark.parametrize(("asked", "nearest"), [("96x56", "416x256"), ("64x64", "256x256"), ("270x500", None)])
+def test_a_host_that_fits_pictures_to_the_clip_makes_no_small_ones_of_them(asked: str, nearest: str | None) -> None:
+    limits = replace(ALL, least_with_pictures=256)
+    if nearest is None:
+        assert _accepted(limits, (IMAGE,), size=asked).size == "256x480"
+    else:
+        fault = _fault(limits, (IMAGE,), size=asked)
+        assert (fault.field, fault.nearest) == ("size", nearest)
+        assert "at least 256 pixels where pictures come with it" in fault.why and "sides of 256" in fault.allowed
+        assert _accepted(limits, (IMAGE,), size=nearest).size == nearest
+    assert _accepted(limits, (FILM,), size="64x64").size == _accepted(ALL, (IMAGE,), size="64x64").size == "64x64"
+
+
 def test_two_sizes_that_disagree_are_refused() -> None:
     assert _fault(size="1344x768", width=1280, height=768).field == "width"
     assert _accepted(size="1344x768", width=1344, height=768).size == "1344x768"

@@ -71,7 +71,8 @@ def resolve(
     if len(found.faults) > before:
         return None
     if asked is not None:
-        size = _checked(*asked, found, limits)
+        pictures = any(reference.kind == "image" for reference in references)
+        size = _checked(*asked, found, limits, limits.least_with_pictures if pictures else SIZE_MULTIPLE)
         if size is None:
             return None
         name = ratio_name(*size)
@@ -142,11 +143,14 @@ def _asked(found: Findings) -> tuple[int, int, str] | None:
     return ask.width, ask.height, "width"
 
 
-def _checked(width: int, height: int, field: str, found: Findings, limits: Limits) -> tuple[int, int] | None:
-    """The size made; None with a fault."""
+def _checked(
+    width: int, height: int, field: str, found: Findings, limits: Limits, least: int
+) -> tuple[int, int] | None:
+    """The size made, of sides of ``least`` and more; None with a fault."""
     made, why = (0, 0), ""
-    if min(width, height) < SIZE_MULTIPLE:
-        why = f"each side is at least {SIZE_MULTIPLE} pixels"
+    if min(width, height) < SIZE_MULTIPLE or min(snap_size(width, height)) < least:
+        beside = "" if least == SIZE_MULTIPLE else " where pictures come with it, which this host fits to the clip"
+        why = f"each side is at least {least} pixels{beside}"
     else:
         made = snap_size(width, height)
         if max(made) > FLATTEST * min(made):
@@ -155,10 +159,12 @@ def _checked(width: int, height: int, field: str, found: Findings, limits: Limit
             why = f"it has more than {limits.max_pixels} pixels"
     if why:
         allowed = (
-            f"sides of {SIZE_MULTIPLE} and more, in multiples of it, "
+            f"sides of {least} and more, in multiples of {SIZE_MULTIPLE}, "
             f"from 1:{FLATTEST} to {FLATTEST}:1, of at most {limits.max_pixels} pixels"
         )
-        for name, asked, nearest in _by_field(field, (width, height), nearest_size(width, height, limits.max_pixels)):
+        larger = max(1.0, least / max(1, min(width, height)))
+        near = nearest_size(math.ceil(width * larger), math.ceil(height * larger), limits.max_pixels)
+        for name, asked, nearest in _by_field(field, (width, height), near):
             found.fault(name, asked, why, allowed, nearest)
         return None
     for name, asked, side in _by_field(field, (width, height), made):

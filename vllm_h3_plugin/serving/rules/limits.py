@@ -13,6 +13,7 @@ from vllm_h3_plugin.serving.adapters import AdapterRules
 from vllm_h3_plugin.serving.rules.accepted import Accepted, Task
 from vllm_h3_plugin.serving.rules.ask import MAX_STEPS
 from vllm_h3_plugin.serving.rules.fault import Code
+from vllm_h3_plugin.video.geometry import SIZE_MULTIPLE
 
 MAX_PIXELS = 1920 * 1088
 """Default of the largest area: 1080p. The host has none for an explicit size; H3 itself was made for 1344x768."""
@@ -57,6 +58,7 @@ class Limits:
         outputs: clips that one request may ask for, every one of which is delivered.
         shortest_s, longest_s: seconds.
         max_pixels: largest area, width times height.
+        least_with_pictures: shortest side in pixels of a clip that pictures come with.
         steps: denoise steps of a request that names none.
         most_steps: denoise steps that a request may ask for at most.
         steps_fixed: the checkpoint is distilled to that number, and makes no other.
@@ -72,6 +74,7 @@ class Limits:
     shortest_s: float = SHORTEST_S
     longest_s: float = LONGEST_S
     max_pixels: int = MAX_PIXELS
+    least_with_pictures: int = SIZE_MULTIPLE
     steps: int = DEFAULT_STEPS
     most_steps: int = MAX_STEPS
     steps_fixed: bool = False
