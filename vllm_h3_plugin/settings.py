@@ -226,6 +226,28 @@ class Settings(BaseModel):
         default=None,
         description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",
     )
+    cluster_address: str | None = Field(
+        default=None,
+        description="`HOST:PORT` of the Ray cluster's head. Unset: the one that `ray start` wrote down on this "
+        "machine, else `127.0.0.1:6379`.",
+    )
+    cluster_bind: str | None = Field(
+        default=None,
+        description="Address of this machine on the cluster's private network: Ray knows the node by it.",
+    )
+    cluster_interface: str | None = Field(
+        default=None,
+        description="Network interface between the machines of a cluster, by its name on this machine "
+        "(`enp1s0f0np0`). gloo and NCCL use it alone. Unset: they choose one themselves.",
+    )
+    cluster_hca: str | None = Field(
+        default=None,
+        description="InfiniBand or RoCE device of that interface (`rocep1s0f0`, `mlx5_0:1`), which NCCL uses. Unset: "
+        "NCCL chooses.",
+    )
+    cluster_start_s: float = Field(
+        default=600.0, gt=0, description="Seconds that a start waits for all machines of a cluster to join."
+    )
 
 
 def known_variables() -> dict[str, str]:
