@@ -21,7 +21,7 @@ from vllm_h3_plugin.preflight.cluster.facts import Asked, ClockReading, Exchange
 from vllm_h3_plugin.preflight.cluster.run import Limits, check_cluster
 
 GIB = 2**30
-A, B = NodeName("a", "10.0.0.1", "spark-a", True, 1), NodeName("b", "10.0.0.2", "spark-b", False, 1)
+A, B = NodeName("a", "192.0.2.1", "spark-a", True, 1), NodeName("b", "192.0.2.2", "spark-b", False, 1)
 EXCHANGE = Exchange(38_000, 7168, 50, "124 frames at 1344x768")
 ASKED = Asked("/checkpoint/FL2VA", None, "fp8", cuda=True)
 LIMITS = Limits(2, 5.0, 5.0, 40.0)
@@ -56,7 +56,7 @@ class MadeCluster:
 
     names: Sequence[NodeName] = (A, B)
     answers: dict[str, NodeFacts | Unknown] = field(
-        default_factory=lambda: {"a": facts("10.0.0.1"), "b": facts("10.0.0.2")}
+        default_factory=lambda: {"a": facts("192.0.2.1"), "b": facts("192.0.2.2")}
     )
     offsets: dict[str, ClockReading | Unknown] = field(
         default_factory=lambda: {"a": ClockReading(0.0, 0.001), "b": ClockReading(0.01, 0.002)}
@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "one byte": (
         {"checkpoint": {"FL2VA/transformer/1.safetensors": "10", "FL2VA/model_index.json": "22"}},
         "checkpoint",
-        "not the files of 10.0.0.1 (spark-a): FL2VA/transformer/1.safetensors differs",
+        "not the files of 192.0.2.1 (spark-a): FL2VA/transformer/1.safetensors differs",
         "rsync -a --checksum",
     ),
     "a file less": (
@@ -162,9 +162,9 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "H3_CLUSTER_INTERFACE",
     ),
     "another network": (
-        {"interface": {"name": "cx7", "known": ["cx7"], "up": True, "addresses": ["192.168.1.2"], "mtu": 1, "mbit": 0}},
+        {"interface": {"name": "cx7", "known": ["cx7"], "up": True, "addresses": ["198.51.100.2"], "mtu": 1, "mbit": 0}},
         "interface",
-        "Ray reaches the node at 10.0.0.2, which is not on cx7 (192.168.1.2)",
+        "Ray reaches the node at 192.0.2.2, which is not on cx7 (198.51.100.2)",
         "H3_CLUSTER_BIND",
     ),
     "no HCA": (
@@ -238,11 +238,11 @@ def test_a_node_that_hangs_is_named_and_nothing_else_waits_for_it(cluster: MadeC
     report = check_cluster(cluster, ASKED, EXCHANGE, LIMITS)
     assert cluster.asked_for == []
     assert list(report.skipped) == ["clock", "link"]
-    assert faults(cluster)["spark-b", "answer"][0] == "10.0.0.2 (spark-b): no answer within 5 s"
+    assert faults(cluster)["spark-b", "answer"][0] == "192.0.2.2 (spark-b): no answer within 5 s"
 
 
 def test_no_interface_named_is_a_warning_that_names_the_one(cluster: MadeCluster) -> None:
-    cluster.change(interface={"known": ["cx7"], "addresses": {"cx7": ["10.0.0.2"]}}, hca={"known": ["mlx5_0"]})
+    cluster.change(interface={"known": ["cx7"], "addresses": {"cx7": ["192.0.2.2"]}}, hca={"known": ["mlx5_0"]})
     report = check_cluster(cluster, ASKED, EXCHANGE, LIMITS)
     warned = {check.name: check.remedy for check in report.checks if check.state.value == "warn"}
     assert report.ok and "H3_CLUSTER_INTERFACE=cx7" in warned["interface"] and "H3_CLUSTER_HCA=mlx5_0" in warned["HCA"]
@@ -269,9 +269,9 @@ def run(
 
 def test_the_table_has_a_row_for_each_node_and_no_cell_is_cut(run: Callable[..., Any]) -> None:
     code, out, answer = run()
-    rows = [line for line in out.splitlines() if line.startswith("10.0.0.")]
+    rows = [line for line in out.splitlines() if line.startswith("192.0.2.")]
     assert code == 0 and answer["ok"] and len(rows) == 2
-    assert rows[0].startswith("10.0.0.1 (spark-a) *") and [row.split().count("ok") for row in rows] == [12, 12]
+    assert rows[0].startswith("192.0.2.1 (spark-a) *") and [row.split().count("ok") for row in rows] == [12, 12]
     assert [node["host"] for node in answer["nodes"]] == ["spark-a", "spark-b"]
 
 
@@ -279,7 +279,7 @@ def test_a_fault_stands_in_the_table_below_it_and_in_the_json(run: Callable[...,
     cluster.change(available_bytes=GIB)
     code, out, answer = run()
     assert code == 1 and not answer["ok"]
-    assert "FAIL 10.0.0.2 (spark-b) memory: 1.0 GiB free" in out and "these machines are not ready" in out
+    assert "FAIL 192.0.2.2 (spark-b) memory: 1.0 GiB free" in out and "these machines are not ready" in out
     (check,) = (check for check in answer["nodes"][1]["checks"] if check["state"] == "fail")
     assert check["name"] == "memory" and check["remedy"]
 
@@ -302,6 +302,6 @@ def test_an_address_at_which_nothing_answers_is_named(address: str) -> None:
 def test_the_address_is_the_one_that_was_named_or_that_ray_wrote_down(tmp_path: Path) -> None:
     written = tmp_path / "ray_current_cluster"
     assert verb.cluster_address(None, written) == "127.0.0.1:6379"
-    written.write_text("10.0.0.1:6379\n")
-    assert verb.cluster_address(None, written) == "10.0.0.1:6379"
-    assert verb.cluster_address("10.0.0.9:1", written) == "10.0.0.9:1"
+    written.write_text("192.0.2.1:6379\n")
+    assert verb.cluster_address(None, written) == "192.0.2.1:6379"
+    assert verb.cluster_address("192.0.2.9:1", written) == "192.0.2.9:1"

@@ -47,7 +47,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PUNCTUATION = frozenset("();<>|&\n")
 # Shell words that stand before a command.
 _BEFORE = frozenset({"exec", "time", "then", "do", "else", "if", "while", "until", "!"})
-_MAKE_VARIABLES = frozenset({"HOST", "PYTHON", "ARGS", "FILE"})
+_MAKE_VARIABLES = frozenset({"HOST", "CLUSTER", "PYTHON", "ARGS", "FILE"})
 # In typer 0.12 and in those that carry their own click alike, the base of every complaint about a command line.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
 
