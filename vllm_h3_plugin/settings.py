@@ -192,6 +192,13 @@ class Settings(BaseModel):
         gt=0,
         description="GiB of finished clips that are kept; the oldest go first. Unset: whatever the disk holds.",
     )
+    replica: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9]{1,16}$",
+        description="Name of this server among several behind one balancer, 1 to 16 lower-case letters and digits. "
+        "Ids of its jobs carry it (`video_gen_NAME_…`), so that a balancer finds a job's server by them; see "
+        "docs/CLUSTER.md.",
+    )
     stuck_factor: float = Field(
         default=20.0,
         ge=2,

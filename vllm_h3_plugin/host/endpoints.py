@@ -107,7 +107,11 @@ def _with_jobs(
         ttl = values.clip_ttl_s if values.clip_ttl_s is not None else storage.file_ttl
         quota = None if values.clip_quota_gib is None else int(values.clip_quota_gib * GIB)
         rules = Rules(
-            values.max_queue, deadline_s, fixed=values.job_timeout_s is not None, retention=Retention(ttl, quota)
+            values.max_queue,
+            deadline_s,
+            fixed=values.job_timeout_s is not None,
+            retention=Retention(ttl, quota),
+            replica=values.replica or "",
         )
         jobs = JobService(Path(storage.path).resolve(), JobWorker(), rules, host_metrics())
         # Not earlier: the host adds its routes after it has attached plugins.

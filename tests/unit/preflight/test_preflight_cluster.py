@@ -162,7 +162,16 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "H3_CLUSTER_INTERFACE",
     ),
     "another network": (
-        {"interface": {"name": "cx7", "known": ["cx7"], "up": True, "addresses": ["198.51.100.2"], "mtu": 1, "mbit": 0}},
+        {
+            "interface": {
+                "name": "cx7",
+                "known": ["cx7"],
+                "up": True,
+                "addresses": ["198.51.100.2"],
+                "mtu": 1,
+                "mbit": 0,
+            }
+        },
         "interface",
         "Ray reaches the node at 192.0.2.2, which is not on cx7 (198.51.100.2)",
         "H3_CLUSTER_BIND",
