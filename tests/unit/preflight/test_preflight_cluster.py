@@ -152,7 +152,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "interface down": (
         {"interface": {"name": "cx7", "known": ["cx7"], "up": False, "addresses": [], "mtu": 1500, "mbit": 0}},
         "interface",
-        "cx7 is down",
+        "interface cx7 is down",
         "ip link set cx7 up",
     ),
     "no interface": (

@@ -302,7 +302,8 @@ def is_printed(message: str) -> bool:
 
 
 def test_every_message_in_troubleshooting_is_one_that_the_code_prints() -> None:
-    messages = [span for row in _rows(_document("TROUBLESHOOTING.md"), "Message") for span in _SPAN.findall(row[0])]
+    texts = (_document("TROUBLESHOOTING.md"), _document("CLUSTER.md"))
+    messages = [span for text in texts for row in _rows(text, "Message") for span in _SPAN.findall(row[0])]
     assert len(messages) > 60
     assert [message for message in messages if message != "ffmpeg" and not is_printed(message)] == []
 

@@ -119,7 +119,9 @@ def interface(node: NodeFacts, name: NodeName) -> Check:
             "Set H3_CLUSTER_INTERFACE to the private one; `ip -br address` lists them.",
         )
     if not found["up"]:
-        return failed("interface", f"{word} is down", f"ip link set {word} up; look at the cable: `ethtool {word}`.")
+        return failed(
+            "interface", f"interface {word} is down", f"ip link set {word} up; look at the cable: `ethtool {word}`."
+        )
     if name.address not in found["addresses"] and not _both_loopback(name.address, found["addresses"]):
         return failed(
             "interface",
