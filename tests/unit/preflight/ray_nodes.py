@@ -40,7 +40,9 @@ class RayNodes:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of nodes and of whoever talks to them."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token)}
+        # A node that a test has stopped is not to be given up meanwhile, however long this machine takes.
+        return {**token, "RAY_health_check_failure_threshold": "10000"}
 
     def start(self, address: str, **more: str) -> subprocess.Popen[bytes]:
         """Start a node, the first one as the head, and wait until Ray says that it runs.

@@ -110,7 +110,7 @@ def test_two_nodes_in_good_order_pass_every_check(cluster: MadeCluster) -> None:
     assert {check.state.value for check in report.checks} == {"pass"}
     (_, mine), (_, its) = report.nodes
     assert [check.name for check in mine] == [check.name for check in its]
-    assert len(mine) == 12
+    assert len(mine) == 13
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
@@ -227,6 +227,18 @@ def test_a_slow_link_fails_with_what_it_costs(cluster: MadeCluster) -> None:
     detail, remedy = faults(cluster)["spark-b", "link"]
     assert "1.0 Gbit/s" in detail and "take 218 s" in detail and "40 Gbit/s are asked for" in detail
     assert "--least-gbit" in remedy
+
+
+def test_a_node_without_a_gpu_is_told_before_the_link_is_measured(cluster: MadeCluster) -> None:
+    cluster.names = (A, replace(B, gpus=0))
+    detail, remedy = faults(cluster)["spark-b", "GPU"]
+    assert detail == "Ray has no GPU to hand out there" and "--num-gpus=1" in remedy
+    assert cluster.asked_for == []
+
+
+def test_a_link_that_was_measured_without_the_gpu_is_none(cluster: MadeCluster) -> None:
+    cluster.measured["b"] = replace(FAST, backend="gloo")
+    assert faults(cluster)["spark-b", "link"][0] == "torch sees no GPU there, so it was measured by gloo"
 
 
 def test_a_link_that_does_not_come_up_says_why(cluster: MadeCluster) -> None:

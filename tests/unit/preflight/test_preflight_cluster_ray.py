@@ -75,7 +75,7 @@ def test_one_node_alone_two_that_agree_and_one_that_hangs(nodes: RayNodes, ask: 
     assert done.returncode == 1 and "1 of 2 nodes joined within 0.5 s" in done.stdout, done.stdout + done.stderr
 
     second = nodes.start("127.0.0.3", H3_CLUSTER_INTERFACE="lo")
-    done, answer = ask()
+    done, answer = ask("--deadline", "600")
     assert (done.returncode, answer["ok"]) == (0, True), done.stdout + done.stderr
     for address in ("127.0.0.2", "127.0.0.3"):
         found = states(answer, address)

@@ -199,7 +199,7 @@ class RayCluster:
         answers: dict[str, Any] = {}
         for ref in late:
             node = pending[ref]
-            held = " (a server that runs there holds its GPU: stop it first)" if self._asked.cuda and node.gpus else ""
+            held = " (if a server holds its GPU, stop that first)" if self._asked.cuda and node.gpus else ""
             answers[node.id] = Unknown(f"no answer within {deadline_s:.3g} s{held}")
         for ref in done:
             try:

@@ -195,13 +195,30 @@ def token(node: NodeFacts, name: NodeName) -> Check:
     return failed("access", "Ray asks for no token: whoever reaches its ports may run any code", fix)
 
 
-def link(found: Link | Unknown, exchange: Exchange, least_gbit: float) -> Check:
+def gpu(name: NodeName) -> Check:
+    """Whether Ray has a GPU for a rank there."""
+    if name.gpus:
+        return passed("GPU", f"{name.gpus} for Ray")
+    return failed(
+        "GPU",
+        "Ray has no GPU to hand out there",
+        "Does `nvidia-smi` list one in the container? Ray is told of it by `ray start --num-gpus=1`.",
+    )
+
+
+def link(found: Link | Unknown, exchange: Exchange, least_gbit: float, *, cuda: bool) -> Check:
     """What one rank measured against what is asked."""
     if isinstance(found, Unknown):
         return failed(
             "link",
             found.reason,
             "The nodes must reach each other on the interface, on all ports: look at its routes and at the firewall.",
+        )
+    if cuda and found.backend != "nccl":
+        return failed(
+            "link",
+            f"torch sees no GPU there, so it was measured by {found.backend}",
+            "Does `nvidia-smi` list one in the container? `vllm-h3 doctor` says what torch sees.",
         )
     step_s = found.all_to_all_s * _EXCHANGES * exchange.blocks
     text = (

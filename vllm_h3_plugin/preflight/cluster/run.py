@@ -124,7 +124,7 @@ def check_cluster(
         else:
             on_step("the link")
             for name, found in _by_name(names, cluster.links(exchange, limits.deadline_s)):
-                rows[name].append(judge.link(found, exchange, limits.least_gbit))
+                rows[name].append(judge.link(found, exchange, limits.least_gbit, cuda=asked.cuda))
     return ClusterReport(whole, tuple((name, tuple(checks)) for name, checks in rows.items()), skipped)
 
 
@@ -152,6 +152,7 @@ def _of_node(
         judge.checkpoint(its, other, where, whole=asked.whole),
         judge.interface(its, name),
         judge.hca(its, cuda=asked.cuda),
+        *([judge.gpu(name)] if asked.cuda else []),
         judge.memory(its),
         judge.token(its, name),
     ]
@@ -162,4 +163,4 @@ def _by_name(names: Sequence[NodeName], found: Mapping[str, _FOUND]) -> list[tup
 
 
 def _stops_link(check: Check) -> bool:
-    return check.state is State.FAIL and check.name in ("interface", "HCA", "host")
+    return check.state is State.FAIL and check.name in ("interface", "HCA", "host", "GPU")
