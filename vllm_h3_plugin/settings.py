@@ -229,31 +229,44 @@ class Settings(BaseModel):
         default=None,
         description="Adapter that `vllm-h3 serve` loads at start, as its `--lora`: a safetensors file or its folder.",
     )
-    lora_dir: Path | None = Field(
-        default=None,
-        description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",
-    )
     cluster_address: str | None = Field(
         default=None,
-        description="`HOST:PORT` of the Ray cluster's head. Unset: the one that `ray start` wrote down on this "
-        "machine, else `127.0.0.1:6379`.",
+        description="Address of the Ray cluster's head (`192.0.2.1:6379`), where ranks run on several machines. Unset: "
+        "the Ray that runs on the server's machine.",
+    )
+    cluster_interface: str | None = Field(
+        default=None,
+        description="Network interface that the ranks talk over (`enp1s0f0np0`). Unset: the one with the machine's "
+        "address in Ray. A node where it has another name sets its own before `ray start`.",
+    )
+    cluster_hca: str | None = Field(
+        default=None,
+        description="RDMA devices that NCCL uses between machines (`rocep1s0f0,roceP2p1s0f0`), as its NCCL_IB_HCA. "
+        "Unset: NCCL's choice. A node may set its own.",
+    )
+    cluster_checkpoint: Path | None = Field(
+        default=None,
+        description="Folder of the checkpoint on a node where it is not the server's path. Set before `ray start`.",
+    )
+    cluster_start_s: float = Field(
+        default=180.0,
+        gt=0,
+        description="Seconds that each step of a start on several machines may take: nodes that join, their checks, "
+        "the import of the host, the ranks' meeting. Loading the model has no deadline but the profile's.",
+    )
+    cluster_on_loss: Literal["exit", "restart"] = Field(
+        default="exit",
+        description="What follows the loss of a rank or its machine, which fails the request that runs. `exit`: the "
+        "server ends for its supervisor. `restart`: it starts its ranks again as soon as the nodes are there; a "
+        "process with the host imported waits beside each rank for that.",
     )
     cluster_bind: str | None = Field(
         default=None,
         description="Address of this machine on the cluster's private network: Ray knows the node by it.",
     )
-    cluster_interface: str | None = Field(
+    lora_dir: Path | None = Field(
         default=None,
-        description="Network interface between the machines of a cluster, by its name on this machine "
-        "(`enp1s0f0np0`). gloo and NCCL use it alone. Unset: they choose one themselves.",
-    )
-    cluster_hca: str | None = Field(
-        default=None,
-        description="InfiniBand or RoCE device of that interface (`rocep1s0f0`, `mlx5_0:1`), which NCCL uses. Unset: "
-        "NCCL chooses.",
-    )
-    cluster_start_s: float = Field(
-        default=600.0, gt=0, description="Seconds that a start waits for all machines of a cluster to join."
+        description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",
     )
 
 

@@ -247,13 +247,13 @@ def test_the_example_shows_the_true_defaults() -> None:
 @pytest.mark.parametrize("file", EVERY)
 def test_settings_that_reach_the_container_are_settings(file: str) -> None:
     """A misspelt one would stop the server; one that is missing could not be set. Four belong to the image itself,
-    one follows from the profile, and those of a cluster are for a cluster."""
+    one follows from the profile, one from the mounts, and those of a cluster are for a cluster."""
     of_clusters = set() if file == CLUSTER else {name for name in known_variables() if name.startswith("H3_CLUSTER_")}
     for service in services(file).values():
         passed = {name for name in service["environment"] if name.startswith("H3_")}
         assert passed == set(known_variables()) - {
             *("H3_REFERENCE", "H3_RUN_DIR", "H3_FFMPEG", "H3_CACHE_DIR"),
-            "H3_PARTS_ON",
+            *("H3_PARTS_ON", "H3_CLUSTER_CHECKPOINT"),
             *of_clusters,
         }
 

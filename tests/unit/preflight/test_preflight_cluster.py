@@ -28,6 +28,11 @@ LIMITS = Limits(2, 5.0, 5.0, 40.0)
 FAST = Link("nccl", 136_000_000, 0.006, 0.006, 20e-6)
 
 
+def devices(name: str, state: str, *known: str) -> dict[str, Any]:
+    made = {"name": name, "device": name.partition(":")[0], "state": state, "rate": "200 Gb/sec (4X HDR)"}
+    return {"names": name, "known": list(known), "devices": [made]}
+
+
 def facts(address: str) -> NodeFacts:
     return NodeFacts(
         plugin={"version": "0.1.0", "content": "c" * 64},
@@ -43,7 +48,7 @@ def facts(address: str) -> NodeFacts:
             "mtu": 9000,
             "mbit": 200000,
         },
-        hca={"name": "rocep1s0f0", "known": ["rocep1s0f0"], "state": "4: ACTIVE", "rate": "200 Gb/sec (4X HDR)"},
+        hca=devices("rocep1s0f0", "4: ACTIVE", "rocep1s0f0"),
         available_bytes=110 * GIB,
         need_bytes=58 * GIB,
         token=True,
@@ -177,19 +182,19 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "H3_CLUSTER_BIND",
     ),
     "no HCA": (
-        {"hca": {"name": "mlx5_0", "known": [], "state": "", "rate": ""}},
+        {"hca": devices("mlx5_0", "")},
         "HCA",
         "none at all",
         "/dev/infiniband",
     ),
     "another HCA": (
-        {"hca": {"name": "mlx5_9:1", "known": ["mlx5_0"], "state": "", "rate": ""}},
+        {"hca": devices("mlx5_9:1", "", "mlx5_0")},
         "HCA",
         "there is no mlx5_9; there are mlx5_0",
         "H3_CLUSTER_HCA",
     ),
     "HCA down": (
-        {"hca": {"name": "mlx5_0", "known": ["mlx5_0"], "state": "1: DOWN", "rate": "40 Gb/sec"}},
+        {"hca": devices("mlx5_0", "1: DOWN", "mlx5_0")},
         "HCA",
         "mlx5_0 is DOWN",
         "ibv_devinfo",
@@ -262,11 +267,20 @@ def test_a_node_that_hangs_is_named_and_nothing_else_waits_for_it(cluster: MadeC
     assert faults(cluster)["spark-b", "answer"][0] == "192.0.2.2 (spark-b): no answer within 5 s"
 
 
-def test_no_interface_named_is_a_warning_that_names_the_one(cluster: MadeCluster) -> None:
+def test_what_is_not_named_is_told(cluster: MadeCluster) -> None:
+    """The executor takes the interface of the node's address; which HCA NCCL takes is its own choice."""
     cluster.change(interface={"known": ["cx7"], "addresses": {"cx7": ["192.0.2.2"]}}, hca={"known": ["mlx5_0"]})
     report = check_cluster(cluster, ASKED, EXCHANGE, LIMITS)
-    warned = {check.name: check.remedy for check in report.checks if check.state.value == "warn"}
-    assert report.ok and "H3_CLUSTER_INTERFACE=cx7" in warned["interface"] and "H3_CLUSTER_HCA=mlx5_0" in warned["HCA"]
+    its = {check.name: check for check in report.nodes[1][1]}
+    assert report.ok and its["interface"].detail == "none is named: cx7, which has 192.0.2.2"
+    assert its["HCA"].state.value == "warn" and "H3_CLUSTER_HCA=mlx5_0" in its["HCA"].remedy
+    cluster.change(interface={"known": ["cx7"], "addresses": {"cx7": ["192.0.2.9"]}})
+    (warned,) = (
+        check
+        for check in check_cluster(cluster, ASKED, EXCHANGE, LIMITS).checks
+        if check.name == "interface" and check.state.value == "warn"
+    )
+    assert "no interface of this node has 192.0.2.2" in warned.detail and "H3_CLUSTER_INTERFACE" in warned.remedy
 
 
 # --- the verb

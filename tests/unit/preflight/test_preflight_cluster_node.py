@@ -83,9 +83,19 @@ def test_an_hca_is_active_if_one_of_its_ports_is(tmp_path: Path) -> None:
             "mlx5_0/ports/2/rate": "200 Gb/sec (4X HDR)\n",
         },
     )
-    assert on_node.hca("mlx5_0", ports)["state"] == "4: ACTIVE"
-    assert on_node.hca("mlx5_0:1", ports)["state"] == "1: DOWN"
-    assert on_node.hca("mlx5_1", ports)["state"] == "" and on_node.hca(None, ports) == {"known": ["mlx5_0"]}
+
+    def states(names: str) -> list[str]:
+        return [device["state"] for device in on_node.hca(names, ports)["devices"]]
+
+    assert states("mlx5_0") == ["4: ACTIVE"] and states("=mlx5_0:1") == ["1: DOWN"] and states("mlx5_1") == [""]
+    assert states("mlx5_0:2,mlx5_0:1") == ["4: ACTIVE", "1: DOWN"]
+    assert on_node.hca(None, ports) == on_node.hca("^mlx5_2", ports) == {"known": ["mlx5_0"]}
+
+
+def test_a_node_may_have_its_checkpoint_elsewhere(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("H3_CLUSTER_CHECKPOINT", str(checkpoint))
+    found = NodeFacts.read(on_node.facts(Asked("/not/here", None, "fp8")))
+    assert isinstance(found.checkpoint, Mapping) and found.checkpoint
 
 
 def test_the_exchange_has_the_widths_of_the_checkpoint_or_of_the_real_model(checkpoint: Path) -> None:

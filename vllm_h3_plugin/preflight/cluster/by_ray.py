@@ -139,7 +139,9 @@ class RayCluster:
         }
         ranks = {node.id: rank for rank, node in enumerate(self._nodes)}
         answers = self._all(
-            lambda actor, node: actor.call.remote("link", "measure", {**order, "rank": ranks[node.id]}),
+            lambda actor, node: actor.call.remote(
+                "link", "measure", {**order, "rank": ranks[node.id], "own": node.address}
+            ),
             max(until - time.monotonic(), 0.1),
         )
         return {key: _read(answer, lambda found: Link(**found)) for key, answer in answers.items()}

@@ -62,7 +62,8 @@ class NodeFacts:
         checkpoint: path below the release -> digest; or why it cannot be read.
         interface: the named network interface: ``name``, ``up``, ``addresses``, ``mtu``, ``mbit``, and ``known``, the
             names of all; without ``name`` none was named.
-        hca: the named InfiniBand or RoCE device: ``name``, ``state``, ``rate``, ``known``; likewise.
+        hca: the named InfiniBand or RoCE devices: ``names``, ``known``, and ``devices``, each with ``name``,
+            ``device``, ``state`` and ``rate``; without ``names`` none was named.
         available_bytes: memory that the model could take.
         need_bytes: what the whole model needs on one machine; None where the checkpoint or recipe cannot be read.
         token: whether Ray asks for a token there.

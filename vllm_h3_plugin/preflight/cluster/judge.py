@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from vllm_h3_plugin.checkpoint.same_files import different, total_digest
 from vllm_h3_plugin.preflight.check import Check, Unknown, failed, passed, warned
@@ -105,11 +105,14 @@ def interface(node: NodeFacts, name: NodeName) -> Check:
     """The network interface of the cluster: there, up, and the one that the node is known by."""
     found = node.interface
     if not found.get("name"):
-        owner = next((key for key, its in found.get("addresses", {}).items() if name.address in its), None)
+        listed = found.get("addresses", {})
+        owner = next((key for key, its in listed.items() if _holds(its, name.address)), "")
+        if owner:
+            return passed("interface", f"none is named: {owner}, which has {name.address}")
         return warned(
             "interface",
-            f"none is named; {name.address} is on {owner or 'no interface of this node'}",
-            f"Set H3_CLUSTER_INTERFACE={owner or 'NAME'}: else gloo and NCCL choose one themselves.",
+            f"none is named, and no interface of this node has {name.address}",
+            "Set H3_CLUSTER_INTERFACE: else gloo and NCCL choose one themselves.",
         )
     word = str(found["name"])
     if word not in found["known"]:
@@ -122,7 +125,7 @@ def interface(node: NodeFacts, name: NodeName) -> Check:
         return failed(
             "interface", f"interface {word} is down", f"ip link set {word} up; look at the cable: `ethtool {word}`."
         )
-    if name.address not in found["addresses"] and not _both_loopback(name.address, found["addresses"]):
+    if not _holds(found["addresses"], name.address):
         return failed(
             "interface",
             f"Ray reaches the node at {name.address}, which is not on {word} "
@@ -135,29 +138,29 @@ def interface(node: NodeFacts, name: NodeName) -> Check:
 
 
 def hca(node: NodeFacts, *, cuda: bool) -> Check:
-    """The InfiniBand or RoCE device."""
+    """The InfiniBand or RoCE devices."""
     found = node.hca
-    if not found.get("name"):
+    known = ", ".join(found["known"])
+    if not found.get("names"):
         if cuda and found["known"]:
             return warned(
                 "HCA",
-                f"none is named; there are {', '.join(found['known'])}",
+                f"none is named; there are {known}",
                 f"Set H3_CLUSTER_HCA={found['known'][0]}; `ibdev2netdev` says which belongs to the interface.",
             )
         return passed("HCA", "none named, none needed" if not cuda else "none: NCCL goes over TCP")
-    device = str(found["name"]).partition(":")[0]
-    if device not in found["known"]:
-        there = f"there are {', '.join(found['known'])}" if found["known"] else "there is none at all"
-        return failed(
-            "HCA",
-            f"there is no {device}; {there}",
-            "Set H3_CLUSTER_HCA to a name below /sys/class/infiniband, or unset it; in a container the device must be "
-            "passed on (/dev/infiniband).",
-        )
-    state = str(found["state"]).rpartition(" ")[2] or "without a port"
-    if state != "ACTIVE":
-        return failed("HCA", f"{found['name']} is {state}", "Look at the cable and the other end: `ibv_devinfo`.")
-    return passed("HCA", f"{found['name']} ACTIVE, {found['rate']}")
+    for device in found["devices"]:
+        if device["device"] not in found["known"]:
+            return failed(
+                "HCA",
+                f"there is no {device['device']}; {f'there are {known}' if known else 'there is none at all'}",
+                "Set H3_CLUSTER_HCA to names below /sys/class/infiniband, or unset it; in a container the devices must "
+                "be passed on (/dev/infiniband).",
+            )
+        state = device["state"].rpartition(" ")[2] or "without a port"
+        if state != "ACTIVE":
+            return failed("HCA", f"{device['name']} is {state}", "Look at the cable and the other end: `ibv_devinfo`.")
+    return passed("HCA", "; ".join(f"{device['name']} ACTIVE, {device['rate']}" for device in found["devices"]))
 
 
 def clock(reading: ClockReading | Unknown) -> Check:
@@ -240,7 +243,7 @@ def _same(name: str, its: str, mine: str, fix: str, *, same: bool | None = None)
     return passed(name, its) if equal else failed(name, f"{its}; this machine has {mine}", fix)
 
 
-def _both_loopback(address: str, addresses: object) -> bool:
-    """All of 127.0.0.0/8 is on the loopback device, which names its first address alone."""
-    listed: Mapping[str, object] | list[str] = addresses if isinstance(addresses, list) else []
-    return address.startswith("127.") and any(str(one).startswith("127.") for one in listed)
+def _holds(addresses: Sequence[str], address: str) -> bool:
+    """Whether an interface has an address. All of 127.0.0.0/8 is on the loopback device, which names the first alone."""
+    loopback = address.startswith("127.") and any(one.startswith("127.") for one in addresses)
+    return address in addresses or loopback

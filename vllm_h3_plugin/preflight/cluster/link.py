@@ -32,13 +32,13 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
     """Join the other ranks, measure, and leave.
 
     Args:
-        order: ``rank``, ``world``, ``address`` and ``port`` of rank 0, ``rows``, ``width``, ``cuda``, ``timeout_s``,
-            ``interface`` and ``hca``; the node's own settings win over the last two.
+        order: ``rank``, ``world``, ``own`` address, ``address`` and ``port`` of rank 0, ``rows``, ``width``, ``cuda``,
+            ``timeout_s``, ``interface`` and ``hca``; the node's own settings win over the last two.
 
     Returns:
         The fields of :class:`~vllm_h3_plugin.preflight.cluster.facts.Link`.
     """
-    _choose_fabric(order["interface"], order["hca"])
+    _choose_fabric(order["interface"], order["hca"], order["own"])
 
     import torch
     import torch.distributed as dist
@@ -76,12 +76,18 @@ def measure(order: dict[str, Any]) -> dict[str, Any]:
         dist.destroy_process_group()
 
 
-def _choose_fabric(interface: str | None, hca: str | None) -> None:
-    """The variables by which gloo and NCCL are told, in this process alone."""
+def _choose_fabric(interface: str | None, hca: str | None, own: str) -> None:
+    """The variables by which gloo and NCCL are told, in this process alone, as the executor sets them."""
+    import psutil
+
     interface = os.environ.get("H3_CLUSTER_INTERFACE") or interface
-    hca = os.environ.get("H3_CLUSTER_HCA") or hca
+    if not interface:
+        found = psutil.net_if_addrs().items()
+        interface = next((name for name, listed in found if own in {each.address for each in listed}), None)
     if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"  # this one and not all that begin so
+    hca = os.environ.get("H3_CLUSTER_HCA") or hca
     if hca:
         os.environ["NCCL_IB_HCA"] = hca
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ def facts_json(asked: str) -> str:
 
 def facts(asked: Asked) -> dict[str, Any]:
     """Everything that is compared between nodes, as JSON-serialisable values."""
+    # As the executor has it: what is set on a node wins there.
+    own = os.environ.get("H3_CLUSTER_CHECKPOINT")
+    asked = replace(asked, checkpoint=own or asked.checkpoint)
     found = _inventory(asked)
     checkpoint = found if isinstance(found, dict) else _told(lambda: file_digests(found, whole=asked.whole))
     return {
@@ -64,23 +68,24 @@ def interface(name: str | None, root: Path = NET) -> dict[str, Any]:
     }
 
 
-def hca(name: str | None, root: Path = INFINIBAND) -> dict[str, Any]:
-    """An InfiniBand or RoCE device by its name, as NCCL has it: ``mlx5_0`` or ``mlx5_0:1`` with its port."""
+def hca(names: str | None, root: Path = INFINIBAND) -> dict[str, Any]:
+    """InfiniBand or RoCE devices by their names, as NCCL_IB_HCA has them: ``mlx5_0,mlx5_1:1``, a port after the colon.
+
+    What NCCL is to leave out (``^mlx5_2``) names none.
+    """
     known = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    if name is None:
+    if not names or names.startswith("^"):
         return {"known": known}
-    device, _, port = name.lstrip("=^").split(",")[0].partition(":")
+    return {"names": names, "known": known, "devices": [_device(name, root) for name in names.lstrip("=").split(",")]}
+
+
+def _device(name: str, root: Path) -> dict[str, str]:
+    device, _, port = name.partition(":")
     ports = root / device / "ports"
     chosen = [ports / port] if port else (sorted(ports.iterdir()) if ports.is_dir() else [])
-    states = [_read(path / "state") for path in chosen]
-    rates = [_read(path / "rate") for path in chosen]
-    active = next((index for index, state in enumerate(states) if state.endswith("ACTIVE")), 0)
-    return {
-        "name": name,
-        "known": known,
-        "state": states[active] if states else "",
-        "rate": rates[active] if rates else "",
-    }
+    states = [(_read(path / "state"), _read(path / "rate")) for path in chosen]
+    state, rate = next((found for found in states if found[0].endswith("ACTIVE")), (states or [("", "")])[0])
+    return {"name": name, "device": device, "state": state, "rate": rate}
 
 
 def _told(make: Callable[[], Mapping[str, str]]) -> dict[str, str]:
