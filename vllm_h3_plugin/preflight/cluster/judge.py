@@ -244,6 +244,6 @@ def _same(name: str, its: str, mine: str, fix: str, *, same: bool | None = None)
 
 
 def _holds(addresses: Sequence[str], address: str) -> bool:
-    """Whether an interface has an address. All of 127.0.0.0/8 is on the loopback device, which names the first alone."""
+    """Whether an interface has an address. It names one of the loopback addresses and has all of 127.0.0.0/8."""
     loopback = address.startswith("127.") and any(one.startswith("127.") for one in addresses)
     return address in addresses or loopback
