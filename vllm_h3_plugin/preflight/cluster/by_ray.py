@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -44,8 +43,6 @@ class RayCluster:
     """
 
     def __init__(self, address: str, own_address: str | None, asked: Asked, connect_s: float) -> None:
-        # Its C++ part writes to stderr on its own; what matters comes back as an error.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         try:
             import ray
         except ModuleNotFoundError as exc:
