@@ -222,6 +222,37 @@ class Settings(BaseModel):
         default=None,
         description="Adapter that `vllm-h3 serve` loads at start, as its `--lora`: a safetensors file or its folder.",
     )
+    cluster_address: str | None = Field(
+        default=None,
+        description="Address of the Ray cluster's head (`10.0.0.1:6379`), where ranks run on several machines. Unset: "
+        "the Ray that runs on the server's machine.",
+    )
+    cluster_interface: str | None = Field(
+        default=None,
+        description="Network interface that the ranks talk over (`enp1s0f0np0`). Unset: the one with the machine's "
+        "address in Ray. A node where it has another name sets its own before `ray start`.",
+    )
+    cluster_hca: str | None = Field(
+        default=None,
+        description="RDMA devices that NCCL uses between machines (`rocep1s0f0,roceP2p1s0f0`), as its NCCL_IB_HCA. "
+        "Unset: NCCL's choice. A node may set its own.",
+    )
+    cluster_checkpoint: Path | None = Field(
+        default=None,
+        description="Folder of the checkpoint on a node where it is not the server's path. Set before `ray start`.",
+    )
+    cluster_start_s: float = Field(
+        default=180.0,
+        gt=0,
+        description="Seconds that each step of a start on several machines may take: nodes that join, their checks, "
+        "the import of the host, the ranks' meeting. Loading the model has no deadline but the profile's.",
+    )
+    cluster_on_loss: Literal["exit", "restart"] = Field(
+        default="exit",
+        description="What follows the loss of a rank or its machine, which fails the request that runs. `exit`: the "
+        "server ends for its supervisor. `restart`: it starts its ranks again as soon as the nodes are there; a "
+        "process with the host imported waits beside each rank for that.",
+    )
     lora_dir: Path | None = Field(
         default=None,
         description="Folder in which the adapter of a request's `lora` must lie. Unset: wherever the server reads.",

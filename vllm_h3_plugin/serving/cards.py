@@ -53,7 +53,11 @@ def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: s
     one_of_several = profile.accelerator == "cuda" and profile.devices == 1 and placed is None
     if one_of_several and visible.present == 0 and "CUDA_VISIBLE_DEVICES" not in environ:
         return  # Devices without nodes, as under WSL: the host counts them itself.
-    check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
+    if profile.executor == "ray":
+        # Each node has one; the executor counts the nodes, and Ray shows each rank its own card.
+        check_count(name or profile.description, 1, visible, exactly=False)
+    else:
+        check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
     if profile.accelerator == "npu" and host != "ascend":
         raise SettingsError(
             f"profile {name or profile.description} is for Ascend cards and the {host} host is installed",
