@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -105,4 +106,6 @@ def check_room_on_cards(profile: Profile, inventory: Inventory) -> list[str]:
     found = check_fit(
         placed, roles.cards, shapes, load_recipe(profile.recipe), profile.card_gib, stages=profile.resident == "stage"
     )
-    return [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]
+    lines = [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]
+    # Where each card is on a node of its own, a card's number is the node's.
+    return [re.sub(r"\bcard(s?)\b", r"node\1", line) for line in lines] if profile.executor == "ray" else lines

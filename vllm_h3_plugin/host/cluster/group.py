@@ -153,8 +153,7 @@ class Group:
     def ask(self, method: str, *args: Any, placed: bool = True, seconds: float | None = None) -> list[Answer]:
         """One method of each actor, at once."""
         refs = [
-            getattr(member.actor, method).remote(*((member.place,) if placed else ()), *args)
-            for member in self.members
+            getattr(member.actor, method).remote(*((member.place,) if placed else ()), *args) for member in self.members
         ]
         return self._gather(method, refs, seconds)
 
@@ -184,9 +183,7 @@ class Group:
             ]
         answers = self._gather(method, refs, seconds, members)
         return [
-            answer.value
-            for member, answer in zip(members, answers, strict=True)
-            if reply in (None, member.place.rank)
+            answer.value for member, answer in zip(members, answers, strict=True) if reply in (None, member.place.rank)
         ]
 
     def _gather(
@@ -205,9 +202,7 @@ class Group:
             if not ready:
                 late = ", ".join(map(str, pending.values()))
                 if fault is not None and give_up is not None and time.monotonic() >= give_up:
-                    raise LostError(
-                        f"{late} cannot go on without {fault[0]}", why=str(fault[1].fault), fix=_RESTART
-                    )
+                    raise LostError(f"{late} cannot go on without {fault[0]}", why=str(fault[1].fault), fix=_RESTART)
                 raise TimeoutError(f"{method} took {late} longer than {seconds:.0f} s")
             for ref in ready:
                 member = pending.pop(ref)
@@ -279,5 +274,3 @@ def _connection(answer: Answer) -> bool:
 def _last_line(exc: BaseException) -> str:
     lines = [line for line in str(exc).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(exc).__name__
-
-

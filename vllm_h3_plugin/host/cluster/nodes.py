@@ -9,7 +9,6 @@ from typing import Any
 from vllm_h3_plugin.errors import ServerError, ToolMissingError
 
 _POLL_S = 0.5
-DRIVER_CONNECT_S = 30
 
 
 def import_ray() -> Any:
@@ -49,7 +48,8 @@ def connect(address: str | None) -> Any:
             namespace="vllm-h3",
             log_to_driver=True,
             configure_logging=False,
-            _node_ip_address=_own_address(ray, address),
+            job_config=_job_config(),
+            _node_ip_address=_own_address(address),
         )
     except Exception as exc:
         raise ServerError(
@@ -62,7 +62,22 @@ def connect(address: str | None) -> Any:
     return ray
 
 
-def _own_address(ray: Any, address: str | None) -> str | None:
+def _job_config() -> Any:
+    """One that lets each node import its own packages.
+
+    Ray puts the driver's current folder before them (ray/_private/worker.py, connect), so that a checkout there would
+    hide which version a node has. It does not where a job has a working folder.
+    """
+    from ray.job_config import JobConfig
+
+    class OwnPackages(JobConfig):  # type: ignore[misc]
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return OwnPackages()
+
+
+def _own_address(address: str | None) -> str | None:
     """This machine's, where it is the head: Ray would take that of the way to the internet."""
     from vllm_h3_plugin.host.cluster.network import addresses, interface_of
 

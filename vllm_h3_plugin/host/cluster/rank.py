@@ -21,7 +21,6 @@ from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host.cluster import environment, network
 from vllm_h3_plugin.host.cluster.facts import NodeFacts, checkpoint_digests, recipe_facts, versions
 
-
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
@@ -193,6 +192,7 @@ def _import_host() -> None:
     prove_plugin_loads()
     load_omni_general_plugins()
     import vllm_omni.diffusion.worker.diffusion_worker  # noqa: F401
+
     from vllm_h3_plugin.host import pipeline  # noqa: F401
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host.cluster import nodes
 from vllm_h3_plugin.host.cluster.group import Group
 from vllm_h3_plugin.host.cluster.rank import Asked
@@ -79,7 +80,7 @@ class Start:
         spares = Group(self._ray, self._placement, self._nodes, {}, devices=ranks.devices)
         try:
             self._prepare(spares)
-        except Exception as exc:
+        except (H3Error, RuntimeError, TimeoutError) as exc:
             # Without them a start takes the import longer.
             logger.warning("event=no_spares why=%r", str(exc))
             spares.end()

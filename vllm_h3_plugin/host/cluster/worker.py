@@ -26,7 +26,9 @@ def make_worker(rank: int, od_config: Any) -> Any:
             del local_rank
             super().__init__(*args, local_rank=DEVICE, rank=rank, **kwargs)
 
-    platform = type(current_omni_platform) if not isinstance(current_omni_platform, type) else current_omni_platform
+    platform: Any = (
+        type(current_omni_platform) if not isinstance(current_omni_platform, type) else current_omni_platform
+    )
     theirs = platform.get_torch_device
     platform.get_torch_device = classmethod(lambda cls, local_rank=None: theirs(DEVICE))
     return WorkerWrapperBase(
