@@ -205,7 +205,8 @@ def main() -> int:
         ratios=figures,
         reasons={},
         notes="Two Ray nodes of one machine on loopback addresses, gloo, the reference platform and a synthetic "
-        f"checkpoint; clips of 256x256, 96 frames and {STEPS} steps. Both nodes share this machine's cores. Bytes are those that ranks hand to `all_to_all`; headers of TCP come on "
+        f"checkpoint; clips of 256x256, 96 frames and {STEPS} steps. Both nodes share this machine's cores. Bytes are "
+        "those that ranks hand to `all_to_all`; headers of TCP come on "
         "top. Recovery is with H3_CLUSTER_ON_LOSS=restart, once a process waits beside each rank. Nothing here was "
         "measured on two Sparks." + missed(figures),
     )

@@ -25,6 +25,7 @@ from tests.server.test_jobs import SOON, Jobs
 from tests.server.test_ranks import MOST_PIXEL, MOST_SOUND, cut_between, differences
 from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.errors import ServerError
+from vllm_h3_plugin.host.cluster.facts import checkpoint_digests
 from vllm_h3_plugin.serving.client import VideoClient
 from vllm_h3_plugin.serving.profile import Profile
 from vllm_h3_plugin.serving.server import Server
@@ -137,6 +138,45 @@ def test_a_byte_that_differs_on_one_node_is_found_with_its_part(
     finally:
         odd.stop()
     assert f"the checkpoint on node 127.0.0.29 is not that of node {HEAD}" in log and "/transformer" in log
+
+
+@pytest.mark.soak
+def test_a_byte_that_no_sample_meets_is_found_once_it_is_loaded(
+    own_servers: Servers, profile_of: Callable[..., Profile], nodes: RayNodes, fl2va: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(fl2va, tmp_path / "copy" / fl2va.name)
+    shard = max((copy / "text_encoder").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    last = len(data) - 4096
+    data[(last * 40 // 63 + last * 41 // 63) // 2 + 2048 | 1] ^= 0x80  # a sign, between two samples
+    shard.write_bytes(data)
+    assert checkpoint_digests(copy, None) == checkpoint_digests(fl2va, None), "a sample met it"
+    odd = nodes.add("127.0.0.27", H3_CLUSTER_CHECKPOINT=str(copy), H3_CACHE_DIR=str(tmp_path / "cache"))
+    try:
+        _, log = refusal(own_servers, profile_of(), nodes)
+    finally:
+        odd.stop()
+    assert f"the weights on node 127.0.0.27 are not those of node {HEAD}: text_encoder" in log
+
+
+@pytest.mark.soak
+def test_a_rank_that_stands_still_at_the_start_is_named(
+    own_servers: Servers, profile_of: Callable[..., Profile], nodes: RayNodes
+) -> None:
+    odd = nodes.add("127.0.0.26")
+    server = own_servers.launch(profile_of(), H3_CLUSTER_ADDRESS=nodes.address, H3_CLUSTER_START_S="20")
+    try:
+        deadline = time.monotonic() + READY_S
+        while not (ranks := [each for each in odd.processes if "Rank" in " ".join(each.cmdline())]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        ranks[0].suspend()
+        with pytest.raises(ServerError):
+            server.wait_ready(READY_S)
+    finally:
+        odd.kill()
+    log = "\n".join(server._tail)
+    assert "rank 1 on node 127.0.0.26" in log and ("longer than 20 s" in log or "within 20 s" in log)
 
 
 @pytest.mark.soak

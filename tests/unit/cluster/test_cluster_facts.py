@@ -15,7 +15,13 @@ from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.errors import CheckpointError, HostError, RecipeError, ServerError, SettingsError
 from vllm_h3_plugin.host.cluster import network
 from vllm_h3_plugin.host.cluster.environment import handed_over, take
-from vllm_h3_plugin.host.cluster.facts import NodeFacts, checkpoint_digests, recipe_facts, require_same
+from vllm_h3_plugin.host.cluster.facts import (
+    NodeFacts,
+    checkpoint_digests,
+    recipe_facts,
+    require_same,
+    require_same_weights,
+)
 
 ONE = NodeFacts("10.0.0.1", {"ray": "2.60.0", "vllm-h3-plugin": "1"}, "rules", {"FL2VA/transformer": "ab"}, "/models")
 
@@ -39,6 +45,13 @@ def test_a_machine_that_differs_is_named(change: dict, error: type[Exception], s
     require_same([ONE, replace(ONE, node="10.0.0.2", path="/models")])
     with pytest.raises(error, match=said):
         require_same([ONE, replace(ONE, node="10.0.0.2", **change)])
+
+
+def test_weights_that_were_loaded_are_compared_part_by_part() -> None:
+    require_same_weights({"10.0.0.1": {"transformer": "ab"}, "10.0.0.2": {"transformer": "ab"}})
+    require_same_weights({"10.0.0.1": {}, "10.0.0.2": {}})
+    with pytest.raises(CheckpointError, match=r"the weights on node 10\.0\.0\.2 are not those .* transformer"):
+        require_same_weights({"10.0.0.1": {"transformer": "ab"}, "10.0.0.2": {"transformer": "cd"}})
 
 
 def test_a_copy_is_the_same_checkpoint_until_a_byte_of_it_changes(tmp_path: Path) -> None:

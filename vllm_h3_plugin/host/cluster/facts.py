@@ -127,6 +127,28 @@ def require_same(found: Sequence[NodeFacts]) -> None:
         _same_files(first, other)
 
 
+def require_same_weights(loaded: Mapping[str, Mapping[str, str]]) -> None:
+    """Hold what every machine has loaded against the first: every byte of every quantized snapshot has a part in it.
+
+    Args:
+        loaded: machine -> part -> digest.
+
+    Raises:
+        CheckpointError: names machine and part.
+    """
+    first, *others = loaded
+    for other in others:
+        odd = sorted(part for part, digest in loaded[first].items() if loaded[other].get(part, digest) != digest)
+        if odd:
+            raise CheckpointError(
+                f"the weights on node {other} are not those of node {first}: {', '.join(odd)}",
+                why="their snapshots have other digests, so a checkpoint's bytes differ or were changed on a disk",
+                fix="Run `vllm-h3 checksums` on both and compare; copy what differs again and remove that snapshot.",
+                node=other,
+                parts=odd,
+            )
+
+
 def _same_files(first: NodeFacts, other: NodeFacts) -> None:
     parts = sorted({*first.checkpoint, *other.checkpoint})
     odd = [part for part in parts if first.checkpoint.get(part) != other.checkpoint.get(part)]

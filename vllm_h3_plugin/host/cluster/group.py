@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.host import run_state
-from vllm_h3_plugin.host.cluster.facts import require_same
+from vllm_h3_plugin.host.cluster.facts import require_same, require_same_weights
 from vllm_h3_plugin.host.cluster.rank import Answer, Asked, Place, Rank
 
 logger = init_logger(__name__)
@@ -25,6 +25,15 @@ LOST_S = 5.0
 
 STRAGGLE_S = 60.0
 """How long the other ranks may work on after one has failed. One that waits for it in a collective never ends."""
+
+
+_WORDS = {
+    "facts": "telling its versions and checkpoint",
+    "listen": "opening a port",
+    "reach": "reaching the others",
+    "import_host": "importing the host",
+    "join": "meeting the others",
+}
 
 
 class LostError(ServerError):
@@ -132,7 +141,7 @@ class Group:
             member.actor.reach.remote(reached, seconds / 2)
             for member, reached in zip(self.members, others, strict=True)
         ]
-        self._gather("reach", refs, seconds)
+        self._gather("reach", refs, seconds + LOST_S)
         self.address, self.port = ports[0]
 
     def import_host(self, seconds: float) -> None:
@@ -148,6 +157,8 @@ class Group:
         """
         self.ask("join", self.address, self.port, seconds, seconds=seconds + LOST_S)
         self.ask("start", od_config)
+        loaded = [answer.value for answer in self.ask("weights", placed=False, seconds=seconds)]
+        require_same_weights({member.place.node: weights for member, weights in zip(self.members, loaded, strict=True)})
         self.devices = [answer.value for answer in self.ask("devices", placed=False, seconds=seconds)]
 
     def ask(self, method: str, *args: Any, placed: bool = True, seconds: float | None = None) -> list[Answer]:
@@ -155,7 +166,14 @@ class Group:
         refs = [
             getattr(member.actor, method).remote(*((member.place,) if placed else ()), *args) for member in self.members
         ]
-        return self._gather(method, refs, seconds)
+        try:
+            return self._gather(method, refs, seconds)
+        except TimeoutError as exc:
+            raise ServerError(
+                str(exc),
+                why="the machine is slow, or its network loses what it sends",
+                fix="See the log of that node; raise H3_CLUSTER_START_S where it is only slow.",
+            ) from exc
 
     def call(
         self,
@@ -190,7 +208,7 @@ class Group:
         self, method: str, refs: list[Any], seconds: float | None, members: Sequence[Member] | None = None
     ) -> list[Answer]:
         """All answers, or the first fault once no rank can be left waiting."""
-        members = self.members if members is None else members
+        starting, members = members is None, self.members if members is None else members
         deadline = None if seconds is None else time.monotonic() + seconds
         pending, answers = dict(zip(refs, members, strict=True)), dict.fromkeys(refs)
         fault: tuple[Member, Answer] | None = None
@@ -202,8 +220,10 @@ class Group:
             if not ready:
                 late = ", ".join(map(str, pending.values()))
                 if fault is not None and give_up is not None and time.monotonic() >= give_up:
+                    if starting and fault[1].fault is not None:
+                        raise fault[1].fault
                     raise LostError(f"{late} cannot go on without {fault[0]}", why=str(fault[1].fault), fix=_RESTART)
-                raise TimeoutError(f"{method} took {late} longer than {seconds:.0f} s")
+                raise TimeoutError(f"{late} took longer than {seconds:.0f} s for {_WORDS.get(method, method)}")
             for ref in ready:
                 member = pending.pop(ref)
                 answer = answers[ref] = self._take(member, ref)

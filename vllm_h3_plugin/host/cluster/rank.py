@@ -91,6 +91,7 @@ class Rank:
     def _tell(self, place: Place, asked: Asked) -> NodeFacts:
         environment.take(asked.environment, os.environ)
         os.environ.update(place.devices)
+        os.environ["LOCAL_WORLD_SIZE"] = "1"  # each machine's weights are its own
         os.environ["H3_RUN_DIR"] = place.run_dir or tempfile.mkdtemp(prefix="vllm-h3-rank-")
         _, self._address = network.choose(os.environ, place.node)
         self._model = os.environ.get("H3_CLUSTER_CHECKPOINT") or asked.model
@@ -145,6 +146,10 @@ class Rank:
 
         return self._with_facts(_answer(lambda: self._thread.submit(start).result()), place)
 
+    def weights(self) -> Answer:
+        """Part -> digest over what was loaded; empty where no snapshot is kept."""
+        return _answer(lambda: self._thread.submit(lambda: _weights(self._worker)).result())
+
     def call(self, place: Place, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: bool) -> Answer:
         """One method of the worker; only a rank that is asked for it sends its result."""
 
@@ -182,6 +187,16 @@ def _manifest(path: Path) -> str:
     from vllm_h3_plugin.checkpoint.checksums import read_manifest
 
     return blake3(repr(sorted(read_manifest(path).items())).encode()).hexdigest()
+
+
+def _weights(worker: Any) -> dict[str, str]:
+    from blake3 import blake3
+
+    base = worker.worker.model_runner.pipeline._base
+    if base is None:
+        return {}
+    snapshot = base.snapshot
+    return {part: blake3(repr(sorted(snapshot.digests(part).items())).encode()).hexdigest() for part in snapshot.parts}
 
 
 def _import_host() -> None:
