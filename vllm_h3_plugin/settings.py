@@ -132,7 +132,7 @@ class Settings(BaseModel):
     compile: bool = Field(
         default=False,
         description="Let the host compile its own DiT blocks (torch.compile) instead of running the plugin's fused "
-        "kernels. The first request of a server then takes some 25 s longer.",
+        "kernels. The first request of a server then takes some 25 s longer. Refused with several ranks.",
     )
     parts_on: str | None = Field(
         default=None,

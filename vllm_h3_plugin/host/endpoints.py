@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.errors import H3Error, ServerError
 from vllm_h3_plugin.host import admission, run_state
+from vllm_h3_plugin.host.cluster.state import told
 from vllm_h3_plugin.host.in_flight import InFlight
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
@@ -137,8 +138,9 @@ def _ready_of(app: FastAPI, liveness: Liveness) -> Callable[[], JSONResponse]:
     def ready() -> JSONResponse:
         jobs: JobService | None = getattr(app.state, "h3_jobs", None)
         loaded = run_state.run_dir() is None or bool(run_state.read_workers())
-        if liveness.fault is not None:
-            reason: str | None = liveness.fault
+        fault = liveness.fault or told()
+        if fault is not None:
+            reason: str | None = fault
         elif jobs is None or not loaded:
             reason = "the model is being loaded"
         else:
