@@ -224,7 +224,7 @@ class Settings(BaseModel):
     )
     cluster_address: str | None = Field(
         default=None,
-        description="Address of the Ray cluster's head (`10.0.0.1:6379`), where ranks run on several machines. Unset: "
+        description="Address of the Ray cluster's head (`192.0.2.1:6379`), where ranks run on several machines. Unset: "
         "the Ray that runs on the server's machine.",
     )
     cluster_interface: str | None = Field(
