@@ -23,7 +23,7 @@ from vllm_h3_plugin.host.cluster.facts import (
     require_same_weights,
 )
 
-ONE = NodeFacts("10.0.0.1", {"ray": "2.60.0", "vllm-h3-plugin": "1"}, "rules", {"FL2VA/transformer": "ab"}, "/models")
+ONE = NodeFacts("192.0.2.1", {"ray": "2.60.0", "vllm-h3-plugin": "1"}, "rules", {"FL2VA/transformer": "ab"}, "/models")
 
 
 @pytest.mark.parametrize(
@@ -32,26 +32,26 @@ ONE = NodeFacts("10.0.0.1", {"ray": "2.60.0", "vllm-h3-plugin": "1"}, "rules", {
         (
             {"versions": {**ONE.versions, "ray": "2.50.0"}},
             HostError,
-            "node 10.0.0.2 runs ray 2.50.0: node 10.0.0.1 runs",
+            "node 192.0.2.2 runs ray 2.50.0: node 192.0.2.1 runs",
         ),
-        ({"recipe": "others"}, RecipeError, "the recipe on node 10.0.0.2"),
+        ({"recipe": "others"}, RecipeError, "the recipe on node 192.0.2.2"),
         ({"checkpoint": {"FL2VA/transformer": "cd"}}, CheckpointError, "FL2VA/transformer: files in /models there"),
-        ({"checkpoint": {}}, CheckpointError, "the checkpoint on node 10.0.0.2"),
-        ({"checksums": "ef"}, CheckpointError, "the checksums on node 10.0.0.2"),
+        ({"checkpoint": {}}, CheckpointError, "the checkpoint on node 192.0.2.2"),
+        ({"checksums": "ef"}, CheckpointError, "the checksums on node 192.0.2.2"),
     ],
     ids=["version", "recipe", "bytes", "no part", "checksums"],
 )
 def test_a_machine_that_differs_is_named(change: dict, error: type[Exception], said: str) -> None:
-    require_same([ONE, replace(ONE, node="10.0.0.2", path="/models")])
+    require_same([ONE, replace(ONE, node="192.0.2.2", path="/models")])
     with pytest.raises(error, match=said):
-        require_same([ONE, replace(ONE, node="10.0.0.2", **change)])
+        require_same([ONE, replace(ONE, node="192.0.2.2", **change)])
 
 
 def test_weights_that_were_loaded_are_compared_part_by_part() -> None:
-    require_same_weights({"10.0.0.1": {"transformer": "ab"}, "10.0.0.2": {"transformer": "ab"}})
-    require_same_weights({"10.0.0.1": {}, "10.0.0.2": {}})
-    with pytest.raises(CheckpointError, match=r"the weights on node 10\.0\.0\.2 are not those .* transformer"):
-        require_same_weights({"10.0.0.1": {"transformer": "ab"}, "10.0.0.2": {"transformer": "cd"}})
+    require_same_weights({"192.0.2.1": {"transformer": "ab"}, "192.0.2.2": {"transformer": "ab"}})
+    require_same_weights({"192.0.2.1": {}, "192.0.2.2": {}})
+    with pytest.raises(CheckpointError, match=r"the weights on node 192\.0\.2\.2 are not those .* transformer"):
+        require_same_weights({"192.0.2.1": {"transformer": "ab"}, "192.0.2.2": {"transformer": "cd"}})
 
 
 def test_a_copy_is_the_same_checkpoint_until_a_byte_of_it_changes(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_an_interface_gives_its_address_to_gloo_and_nccl() -> None:
     loopback = network.interface_of("127.0.0.1")
     assert loopback is not None
     environ = {"H3_CLUSTER_INTERFACE": loopback, "H3_CLUSTER_HCA": "rocep1s0f0"}
-    assert network.choose(environ, "10.0.0.1") == (loopback, "127.0.0.1")
+    assert network.choose(environ, "192.0.2.1") == (loopback, "127.0.0.1")
     assert environ["GLOO_SOCKET_IFNAME"] == loopback and environ["NCCL_SOCKET_IFNAME"] == f"={loopback}"
     assert environ["NCCL_IB_HCA"] == "rocep1s0f0" and environ["VLLM_HOST_IP"] == "127.0.0.1"
     # Without a name: whatever carries the machine's address in Ray.

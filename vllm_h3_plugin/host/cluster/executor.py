@@ -23,7 +23,7 @@ from vllm_h3_plugin.host.cluster.environment import handed_over
 from vllm_h3_plugin.host.cluster.group import LostError, lost_error
 from vllm_h3_plugin.host.cluster.rank import Asked
 from vllm_h3_plugin.host.cluster.start import Start
-from vllm_h3_plugin.host.cluster.state import tell
+from vllm_h3_plugin.host.cluster.state import announce_idle, tell
 from vllm_h3_plugin.host.session import requested_method
 from vllm_h3_plugin.quantization.recipe import resolve_recipe
 
@@ -140,6 +140,7 @@ class RayDiffusionExecutor(UniProcDiffusionExecutor):
         logger.error("event=rank_lost what=%r", error.what)
         tell(error.what)
         group.end()
+        announce_idle()
         if self._restarts:
             threading.Thread(target=self._again, daemon=True, name="h3-cluster-restart").start()
         else:
