@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.unit.preflight.ray_nodes import ROOT, RayNodes, processes
+from vllm_h3_plugin import __version__
 
 pytestmark = pytest.mark.host
 Ask = Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, Any]]]
@@ -65,12 +67,38 @@ def ask(nodes: RayNodes, pristine: Path) -> Ask:
     return run
 
 
-def states(answer: dict[str, Any], address: str) -> dict[str, str]:
+def checks(answer: dict[str, Any], address: str) -> dict[str, dict[str, str]]:
     (node,) = (node for node in answer["nodes"] if node["address"] == address)
-    return {check["name"]: check["state"] for check in node["checks"]}
+    return {check["name"]: check for check in node["checks"]}
 
 
-def test_one_node_alone_two_that_agree_and_one_that_hangs(nodes: RayNodes, ask: Ask) -> None:
+def states(answer: dict[str, Any], address: str) -> dict[str, str]:
+    return {name: check["state"] for name, check in checks(answer, address).items()}
+
+
+def another_version(folder: Path) -> Path:
+    """A copy of the plugin that says that it is another version, for PYTHONPATH."""
+    shutil.copytree(ROOT / "vllm_h3_plugin", folder / "vllm_h3_plugin", ignore=shutil.ignore_patterns("__pycache__"))
+    module = folder / "vllm_h3_plugin" / "__init__.py"
+    text = module.read_text(encoding="utf-8")
+    assert f'"{__version__}"' in text
+    module.write_text(text.replace(f'"{__version__}"', '"9.9.9"'), encoding="utf-8")
+    return folder
+
+
+def one_byte_off(pristine: Path, root: Path) -> Path:
+    """A copy of the checkpoint in which one weight's last bit differs."""
+    shutil.copytree(pristine, root)
+    shard = max(root.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    return root / "FL2VA"
+
+
+def test_one_node_alone_two_that_agree_one_that_differs_and_one_that_hangs(
+    nodes: RayNodes, ask: Ask, pristine: Path, tmp_path: Path
+) -> None:
     done, answer = ask(H3_CLUSTER_START_S="0.5")
     assert done.returncode == 1 and "1 of 2 nodes joined within 0.5 s" in done.stdout, done.stdout + done.stderr
 
@@ -84,6 +112,16 @@ def test_one_node_alone_two_that_agree_and_one_that_hangs(nodes: RayNodes, ask: 
         assert {"memory", "access", "clock", "link"} <= set(found)
     assert [node["here"] for node in answer["nodes"]] == [True, False]
     assert "by gloo" in done.stdout
+
+    other = one_byte_off(pristine, tmp_path / "H3")
+    nodes.start("127.0.0.4", PYTHONPATH=str(another_version(tmp_path)), H3_CLUSTER_CHECKPOINT=str(other))
+    done, answer = ask("--nodes", "3", "--deadline", "600")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = checks(answer, "127.0.0.4")
+    assert "9.9.9" in found["plugin"]["detail"] and __version__ in found["plugin"]["detail"]
+    assert ".safetensors differs" in found["checkpoint"]["detail"]
+    assert {name for name, check in found.items() if check["state"] == "fail"} == {"plugin", "checkpoint"}
+    assert "fail" not in states(answer, "127.0.0.3").values()
 
     stopped = processes(second)
     for process in stopped:

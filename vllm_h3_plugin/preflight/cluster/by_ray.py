@@ -151,7 +151,12 @@ class RayCluster:
             try:
                 more = {} if own_address is None else {"_node_ip_address": own_address}
                 self._ray.init(
-                    address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False, **more
+                    address=address,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                    job_config=_job_config(),
+                    **more,
                 )
             except Exception as exc:  # noqa: BLE001 -- Ray raises ConnectionError, RuntimeError, ValueError and its own
                 caught.append(exc)
@@ -224,6 +229,18 @@ def _probe_class() -> type:
             return getattr(found, function)(*words)
 
     return Probe
+
+
+def _job_config() -> Any:
+    """One that lets each node import its own packages. Ray puts the driver's current folder before them, unless a job
+    has a working folder (ray/_private/worker.py, connect); a checkout there would hide what a node has installed."""
+    from ray.job_config import JobConfig
+
+    class OwnPackages(JobConfig):  # type: ignore[misc]
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    return OwnPackages()
 
 
 def _answers(address: str) -> None:
