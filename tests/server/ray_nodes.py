@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -70,31 +70,34 @@ class Node:
 class RayNodes:
     """A cluster with one node; others join it."""
 
-    def __init__(self) -> None:
+    def __init__(self, head: str = HEAD) -> None:
+        self._head = head
         self._folder = Path(tempfile.mkdtemp(prefix="h3ray", dir="/tmp"))  # paths of sockets must be short
         self._nodes: list[Node] = []
         self.port = free_port()
-        self.address = f"{HEAD}:{self.port}"
+        self.address = f"{head}:{self.port}"
 
     def start_head(self, **environment: str) -> Node:
         """The node that the server is on."""
         ports = (f"--port={self.port}", f"--ray-client-server-port={free_port()}", f"--temp-dir={self._folder}/ray")
-        node = self._start(HEAD, "--head", "--include-dashboard=false", "--disable-usage-stats", *ports, **environment)
+        node = self._start(
+            self._head, "--head", "--include-dashboard=false", "--disable-usage-stats", *ports, **environment
+        )
         self._wait(node, lambda: b"Ray runtime started" in node.log.read_bytes())
         return node
 
-    def add(self, address: str, **environment: str) -> Node:
-        """Another one."""
-        node = self._start(address, f"--address={self.address}", **environment)
+    def add(self, address: str, prefix: Sequence[str] = (), **environment: str) -> Node:
+        """Another one; ``prefix`` is what runs the command elsewhere, as in a network namespace."""
+        node = self._start(address, f"--address={self.address}", prefix=prefix, **environment)
         self._wait(node, lambda: b"Ray runtime started" in node.log.read_bytes())
         return node
 
-    def _start(self, address: str, *words: str, **environment: str) -> Node:
+    def _start(self, address: str, *words: str, prefix: Sequence[str] = (), **environment: str) -> Node:
         log = self._folder / f"{address}-{len(self._nodes)}.log"
         sizes = ("--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000")
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [str(_RAY), "start", "--block", f"--node-ip-address={address}", *sizes, *words],
+                [*prefix, str(_RAY), "start", "--block", f"--node-ip-address={address}", *sizes, *words],
                 env={**os.environ, **_QUICK, **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

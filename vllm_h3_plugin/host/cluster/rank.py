@@ -154,6 +154,10 @@ class Rank:
         """One method of the worker; only a rank that is asked for it sends its result."""
 
         def call() -> Any:
+            from vllm_h3_plugin.host.cluster.worker import drop_signals
+
+            if place.rank:
+                drop_signals(args)
             value = self._worker.execute_method(method, *args, **kwargs)
             return value if reply else None
 

@@ -38,3 +38,16 @@ def make_worker(rank: int, od_config: Any) -> Any:
         custom_pipeline_args=getattr(od_config, "custom_pipeline_args", None),
         base_worker_class=OnItsMachine,
     )
+
+
+def drop_signals(args: tuple[Any, ...]) -> None:
+    """Take the host's cancel signals out of requests for a rank on another machine, where their shared memory is not.
+
+    A rank without one votes against (0.30: diffusion/cancellation.py), so the host's own cancel does nothing here; this
+    plugin's is voted by the ranks themselves (:mod:`vllm_h3_plugin.host.cancel`).
+    """
+    for arg in args:
+        new = getattr(arg, "scheduled_new_reqs", None) or (arg if isinstance(arg, list) else [arg])
+        for request in [getattr(each, "req", each) for each in new]:
+            if getattr(request, "cancellation_signal", None) is not None:
+                request.cancellation_signal = None
