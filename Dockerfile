@@ -22,16 +22,23 @@ RUN chmod -R u=rwX,go=rX . \
 FROM ${BASE_NAME}@${BASE_DIGEST} AS installed
 USER 0
 ARG SOURCE_DATE_EPOCH
+# "1" adds Ray, 200 MB that one machine has no use for and need not be exposed to. See docs/CLUSTER.md.
+ARG CLUSTER
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
     PIP_ROOT_USER_ACTION=ignore
-# Every file that this step writes gets the commit's time, so that the same commit gives the same layer. The third pip
+# Every file that this step writes gets the commit's time, so that the same commit gives the same layer. The last pip
 # installs nothing: it fails, by name, if the plugin needs a package that is not here.
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=bind,source=requirements/image.txt,target=/image.txt \
+    --mount=type=bind,source=requirements/cluster.txt,target=/cluster.txt \
     touch /begun \
-    && python3 -m pip install --no-deps --no-cache-dir --break-system-packages --require-hashes -r /image.txt \
+    && for lock in /image.txt ${CLUSTER:+/cluster.txt}; do \
+        python3 -m pip install --no-deps --no-cache-dir --break-system-packages --require-hashes -r "${lock}" || exit 1; \
+    done \
     && python3 -m pip install --no-deps --no-cache-dir --break-system-packages --no-index /wheels/*.whl \
-    && python3 -m pip install --dry-run --no-index --no-cache-dir --break-system-packages /wheels/*.whl \
+    && for wheel in /wheels/*.whl; do printf '%s\n' "${wheel}${CLUSTER:+[cluster]}"; done > /wanted.txt \
+    && python3 -m pip install --dry-run --no-index --no-cache-dir --break-system-packages --requirement /wanted.txt \
+    && rm /wanted.txt \
     && printf 'h3:x:10001:10001:vllm-h3-plugin:/var/lib/vllm-h3/home:/usr/sbin/nologin\n' >> /etc/passwd \
     && printf 'h3:x:10001:\n' >> /etc/group \
     && install -d -m 0755 /usr/share/vllm-h3 \

@@ -79,8 +79,8 @@ verify: .venv-kit/ready  ## Verify the newest clip of `make smoke`, or FILE='my 
 	@.venv-kit/bin/pip install --quiet --editable .
 	@touch $@
 
-build:  ## Build the container image of HOST on the digest in launch/image.lock (ARGS='--base NAME@sha256:…' for ascend).
-	@"$(PYTHON)" -m tools.image build --host $(HOST) $(ARGS)
+build:  ## Build the container image of HOST on the digest in launch/image.lock (ARGS='--base NAME@sha256:…' for ascend; CLUSTER=1 adds Ray).
+	@"$(PYTHON)" -m tools.image build --host $(HOST) $(if $(filter 1,$(CLUSTER)),--cluster) $(ARGS)
 
 up: .venv-kit/ready  ## Start the server's container and wait until it is ready (ARGS='--cards 4' on Ascend).
 	@.venv-kit/bin/vllm-h3 up $(ARGS)

@@ -69,8 +69,10 @@ OTHERS = {
     "VLLM_PLUGINS": "The host's allow-list of plugins. `vllm-h3 serve` adds its own to what is there.",
     "HF_HUB_OFFLINE": "1 unless set: nothing is looked up on a hub.",
     "HUMMING_DISABLE_PARALLEL_BUILD": "1 unless set: the host's import starts no background compilers.",
-    "CUDA_VISIBLE_DEVICES": "Which NVIDIA devices there are. Read, never set.",
-    "ASCEND_RT_VISIBLE_DEVICES": "Which Ascend cards there are. Read, never set.",
+    "VLLM_HOST_IP": "Set in each rank of several machines: its address on `H3_CLUSTER_INTERFACE`. So are "
+    "`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`, with `H3_CLUSTER_HCA` `NCCL_IB_HCA`, and `LOCAL_WORLD_SIZE`.",
+    "CUDA_VISIBLE_DEVICES": "Which NVIDIA devices there are. Read; set only in a rank that takes over a device.",
+    "ASCEND_RT_VISIBLE_DEVICES": "Which Ascend cards there are. Read; set as CUDA_VISIBLE_DEVICES is.",
     "ASCEND_VISIBLE_DEVICES": "The same, as container runtimes name it. Read, never set.",
     "VLLM_LOGGING_LEVEL": "The host's. `vllm-h3 doctor` and the benchmarks quieten it unless it is set.",
     "VLLM_LOGGING_STREAM": "The host's. `vllm-h3 doctor` and the benchmarks send its log to stderr unless it is set.",

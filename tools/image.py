@@ -102,8 +102,12 @@ def read_source() -> Source:
         ) from exc
 
 
-def build_command(engine: str, base: Base, source: Source, tag: str, options: Sequence[str] = ()) -> list[str]:
+def build_command(
+    engine: str, base: Base, source: Source, tag: str, options: Sequence[str] = (), *, cluster: bool = False
+) -> list[str]:
     """The engine's command, run at the top of the checkout. Pure.
+
+    With ``cluster`` the image holds Ray, for several machines that are one server.
 
     ``options`` are the engine's own, handed on as they are: a proxy, a network, an isolation.
     docker needs BuildKit (``buildx``). buildah and podman set every time in the new layers themselves; with docker the
@@ -117,6 +121,7 @@ def build_command(engine: str, base: Base, source: Source, tag: str, options: Se
         "REVISION": source.revision,
         "LOCK_SHA256": hashlib.sha256(lock_file().read_bytes()).hexdigest(),
         "CREATED": source.created,
+        "CLUSTER": "1" if cluster else "",
     }
     start = {
         "docker": ["docker", "buildx", "build", "--load", "--provenance=false"],
@@ -149,7 +154,8 @@ def _parser() -> argparse.ArgumentParser:
     build = parser.add_subparsers(dest="verb", required=True).add_parser("build", help="Build the image of a host.")
     build.add_argument("--host", default=load_pins().hosts[0].name, help="Host of launch/image.lock. [%(default)s]")
     build.add_argument("--base", metavar="NAME@sha256:DIGEST", help="Another base than the lock's, by digest.")
-    build.add_argument("--tag", help="Name of the result. [vllm-h3-plugin:HOST]")
+    build.add_argument("--tag", help="Name of the result. [vllm-h3-plugin:HOST, with --cluster :HOST-cluster]")
+    build.add_argument("--cluster", action="store_true", help="Add Ray, for several machines that are one server.")
     build.add_argument("--engine", choices=ENGINES, help="Container engine. [the first on PATH]")
     build.add_argument("--dry-run", action="store_true", help="Print the command, build nothing.")
     build.add_argument(
@@ -169,7 +175,8 @@ def main(argv: Sequence[str]) -> int:
         if source.dirty:
             print("image: the checkout has changes that no commit holds; labelled -dirty", file=sys.stderr)
         engine = given.engine or find_engine()
-        command = build_command(engine, base, source, given.tag or f"vllm-h3-plugin:{pin.name}", given.options)
+        tag = given.tag or f"vllm-h3-plugin:{pin.name}{'-cluster' if given.cluster else ''}"
+        command = build_command(engine, base, source, tag, given.options, cluster=given.cluster)
         print(shlex.join(command), flush=True)
         if given.dry_run:
             return 0

@@ -21,12 +21,20 @@ from vllm_h3_plugin.pins import HostPin, load_pins
 COMPILE = ("pip", "compile", "--quiet", "--universal", "--python-version", "3.11")
 HASHED = ("--generate-hashes", "--no-emit-index-url", "--custom-compile-command", "make lock")
 
-IMAGE_LOCK = "requirements/image.txt"
-_IMAGE_HEADER = """\
+IMAGE_LOCK, CLUSTER_LOCK = "requirements/image.txt", "requirements/cluster.txt"
+_WRITTEN = "Written by `make lock`, with the versions and hashes of the host locks."
+_HEADERS = {
+    IMAGE_LOCK: f"""\
 # SPDX-License-Identifier: Apache-2.0
 # What the plugin needs and neither vLLM nor vLLM-Omni brings: all that is added to the pinned image beside the plugin
-# itself. Written by `make lock`, with the versions and hashes of the host locks.
-"""
+# itself. {_WRITTEN}
+""",
+    CLUSTER_LOCK: f"""\
+# SPDX-License-Identifier: Apache-2.0
+# What Ray needs and neither the host nor image.txt brings, Ray included: added to an image for several machines
+# (`make build CLUSTER=1`). {_WRITTEN}
+""",
+}
 _PIN = re.compile(r"(?P<name>[a-z0-9][a-z0-9._-]*)==")
 
 
@@ -99,25 +107,40 @@ def reached(blocks: Mapping[str, str], roots: Iterable[str]) -> set[str]:
 def image_lock(pin: HostPin) -> str:
     """What the plugin needs and the host does not bring, as the host's own lock has it."""
     blocks = pinned_blocks((ROOT / pin.requirements).read_text(encoding="utf-8"))
-    missing = reached(blocks, ["vllm-h3-plugin"]) - reached(blocks, ["vllm", "vllm-omni"])
-    return "".join(block for name, block in blocks.items() if name in missing)
+    return _lines(blocks, reached(blocks, ["vllm-h3-plugin"]) - _of_host(blocks))
 
 
-def write_image_lock() -> None:
-    """Write requirements/image.txt.
+def cluster_lock(pin: HostPin) -> str:
+    """Ray and what it needs beyond the host and the plugin, likewise."""
+    blocks = pinned_blocks((ROOT / pin.requirements).read_text(encoding="utf-8"))
+    wanted = {"ray"} | reached(blocks, ["ray"])
+    return _lines(blocks, wanted - reached(blocks, ["vllm-h3-plugin"]) - _of_host(blocks))
+
+
+def _of_host(blocks: Mapping[str, str]) -> set[str]:
+    return reached(blocks, ["vllm", "vllm-omni"])
+
+
+def _lines(blocks: Mapping[str, str], names: set[str]) -> str:
+    return "".join(block for name, block in blocks.items() if name in names)
+
+
+def write_image_locks() -> None:
+    """Write requirements/image.txt and requirements/cluster.txt.
 
     Raises:
         HostError: two hosts would need different files; the image installs one.
     """
-    locks = {pin.name: image_lock(pin) for pin in load_pins().hosts}
-    if len(set(locks.values())) > 1:
-        raise HostError(
-            "the hosts do not lack the same packages",
-            why="; ".join(f"{name}: {', '.join(pinned_blocks(lock))}" for name, lock in locks.items()),
-            fix="Give the Dockerfile one requirements/image.txt for each host.",
-        )
-    (ROOT / IMAGE_LOCK).write_text(_IMAGE_HEADER + next(iter(locks.values())), encoding="utf-8")
-    print(IMAGE_LOCK)
+    for file, make in ((IMAGE_LOCK, image_lock), (CLUSTER_LOCK, cluster_lock)):
+        locks = {pin.name: make(pin) for pin in load_pins().hosts}
+        if len(set(locks.values())) > 1:
+            raise HostError(
+                "the hosts do not lack the same packages",
+                why="; ".join(f"{name}: {', '.join(pinned_blocks(lock))}" for name, lock in locks.items()),
+                fix=f"Give the Dockerfile one {file} for each host.",
+            )
+        (ROOT / file).write_text(_HEADERS[file] + next(iter(locks.values())), encoding="utf-8")
+        print(file)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -130,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
             sources = ("-", "pyproject.toml", "requirements/test.in")
             _uv(*COMPILE, *HASHED, *upgrade, "-o", pin.requirements, *sources, stdin=host_requirements(pin))
             print(f"{pin.requirements}: {pin}")
-        write_image_lock()
+        write_image_locks()
     except H3Error as exc:
         print(f"error: {exc}", file=sys.stderr)
         return exc.exit_code

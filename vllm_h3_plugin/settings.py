@@ -132,7 +132,7 @@ class Settings(BaseModel):
     compile: bool = Field(
         default=False,
         description="Let the host compile its own DiT blocks (torch.compile) instead of running the plugin's fused "
-        "kernels. The first request of a server then takes some 25 s longer.",
+        "kernels. The first request of a server then takes some 25 s longer. Refused with several ranks.",
     )
     parts_on: str | None = Field(
         default=None,
@@ -192,6 +192,13 @@ class Settings(BaseModel):
         gt=0,
         description="GiB of finished clips that are kept; the oldest go first. Unset: whatever the disk holds.",
     )
+    replica: str | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9]{1,16}$",
+        description="Name of this server among several behind one balancer, 1 to 16 lower-case letters and digits. "
+        "Ids of its jobs carry it (`video_gen_NAME_…`), so that a balancer finds a job's server by them; see "
+        "docs/CLUSTER.md.",
+    )
     stuck_factor: float = Field(
         default=20.0,
         ge=2,
@@ -221,6 +228,41 @@ class Settings(BaseModel):
     lora: Path | None = Field(
         default=None,
         description="Adapter that `vllm-h3 serve` loads at start, as its `--lora`: a safetensors file or its folder.",
+    )
+    cluster_address: str | None = Field(
+        default=None,
+        description="Address of the Ray cluster's head (`192.0.2.1:6379`), where ranks run on several machines. Unset: "
+        "the Ray that runs on the server's machine.",
+    )
+    cluster_interface: str | None = Field(
+        default=None,
+        description="Network interface that the ranks talk over (`enp1s0f0np0`). Unset: the one with the machine's "
+        "address in Ray. A node where it has another name sets its own before `ray start`.",
+    )
+    cluster_hca: str | None = Field(
+        default=None,
+        description="RDMA devices that NCCL uses between machines (`rocep1s0f0,roceP2p1s0f0`), as its NCCL_IB_HCA. "
+        "Unset: NCCL's choice. A node may set its own.",
+    )
+    cluster_checkpoint: Path | None = Field(
+        default=None,
+        description="Folder of the checkpoint on a node where it is not the server's path. Set before `ray start`.",
+    )
+    cluster_start_s: float = Field(
+        default=180.0,
+        gt=0,
+        description="Seconds that each step of a start on several machines may take: nodes that join, their checks, "
+        "the import of the host, the ranks' meeting. Loading the model has no deadline but the profile's.",
+    )
+    cluster_on_loss: Literal["exit", "restart"] = Field(
+        default="exit",
+        description="What follows the loss of a rank or its machine, which fails the request that runs. `exit`: the "
+        "server ends for its supervisor. `restart`: it starts its ranks again as soon as the nodes are there; a "
+        "process with the host imported waits beside each rank for that.",
+    )
+    cluster_bind: str | None = Field(
+        default=None,
+        description="Address of this machine on the cluster's private network: Ray knows the node by it.",
     )
     lora_dir: Path | None = Field(
         default=None,

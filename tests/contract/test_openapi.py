@@ -36,7 +36,10 @@ def test_it_tells_what_this_server_takes_and_not_what_the_host_would(tmp_path: P
     for path in PATHS:
         assert found["paths"][path]["post"]["requestBody"] == request_body(server_limits(None))
         assert {"200", "400", "422", "429", "503"} <= found["paths"][path]["post"]["responses"].keys()
-    assert {name["name"] for name in found["paths"][PATHS[0]]["post"]["parameters"]} == {"Idempotency-Key"}
+    assert {name["name"] for name in found["paths"][PATHS[0]]["post"]["parameters"]} == {
+        "Idempotency-Key",
+        "X-H3-Max-Queue",
+    }
     ours = {path: set(entry) for path, entry in found["paths"].items() if path.startswith("/v1/videos")}
     assert ours["/v1/videos"] == {"get", "post"} and ours["/v1/videos/{video_id}"] == {"get", "delete"}
     assert not {path for path, _ in found["twice"]} & {*PATHS, "/v1/videos/{video_id}"}

@@ -20,7 +20,13 @@ from jsonschema.validators import validator_for
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("compose.yaml", "compose.ascend.yaml")
+CLUSTER = "compose.cluster.yaml"
 ENOUGH = {"H3_ACCEPT_LICENSE": "yes", "VLLM_H3_CHECKPOINT": "/models/Mini Max H3", "VLLM_H3_MEMORY_LIMIT": "64g"}
+JOINED = {
+    "H3_CLUSTER_ADDRESS": "192.0.2.1:6379",
+    "H3_CLUSTER_BIND": "192.0.2.2",
+    "VLLM_H3_CLUSTER_TOKEN_FILE": "./ray token",
+}
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     """A clone in a folder with spaces, and the program that podman-compose asks for its version before it reads."""
     clone = tmp_path / "my clone"
     (clone / "launch").mkdir(parents=True)
-    for file in FILES:
+    for file in (*FILES, CLUSTER):
         shutil.copy(ROOT / file, clone)
     shutil.copy(ROOT / "launch" / "no-api-key", clone / "launch")
     podman = tmp_path / "bin" / "podman"
@@ -60,7 +66,7 @@ def read(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", (*FILES, CLUSTER))
 def test_the_file_is_one_by_the_specifications_schema(file: str) -> None:
     schema = json.loads((Path(__file__).parent / "compose-spec.json").read_text(encoding="utf-8"))
     check = validator_for(schema)(schema)
@@ -91,12 +97,16 @@ def test_a_filled_env_is_enough_and_a_path_with_spaces_stays_whole(folder: Path,
         ("compose.ascend.yaml", "H3_ACCEPT_LICENSE", "accepted the licence"),
         ("compose.ascend.yaml", "VLLM_H3_CHECKPOINT", "FL2VA and Ref2VA"),
         ("compose.ascend.yaml", "VLLM_H3_MEMORY_LIMIT", "how much memory"),
+        (CLUSTER, "H3_ACCEPT_LICENSE", "accepted the licence"),
+        (CLUSTER, "H3_CLUSTER_ADDRESS", "the head's private address"),
+        (CLUSTER, "H3_CLUSTER_BIND", "this machine's own address"),
+        (CLUSTER, "VLLM_H3_CLUSTER_TOKEN_FILE", "Ray's token"),
     ],
 )
 def test_a_required_variable_that_is_missing_refuses_with_a_sentence(
     folder: Path, file: str, name: str, sentence: str
 ) -> None:
-    done = config(folder, file, env({key: value for key, value in ENOUGH.items() if key != name}))
+    done = config(folder, file, env({key: value for key, value in {**ENOUGH, **JOINED}.items() if key != name}))
     assert done.returncode != 0
     said = done.stderr.splitlines()[-1]
     assert name in said and sentence in said and ".env" in said
@@ -110,3 +120,13 @@ def test_a_key_file_reaches_the_server_as_a_secret(folder: Path) -> None:
     assert server["environment"]["H3_API_KEY_FILE"] == "/run/secrets/api_key"
     assert [str(port) for port in server["ports"]] == ["0.0.0.0:9000:8000"]
     assert Path(found["secrets"]["api_key"]["file"]).name == "api key"
+
+
+def test_both_machines_of_a_cluster_read_their_env(folder: Path) -> None:
+    found = read(config(folder, CLUSTER, env({**ENOUGH, **JOINED})))
+    for service in found["services"].values():
+        assert service["environment"]["H3_CLUSTER_ADDRESS"] == "192.0.2.1:6379"
+        assert service["environment"]["H3_CLUSTER_BIND"] == "192.0.2.2"
+        assert service["network_mode"] == "host"
+    assert found["services"]["head"]["command"][1:3] == ["spark-2", "--checkpoint"]
+    assert Path(found["secrets"]["ray_token"]["file"]).name == "ray token"

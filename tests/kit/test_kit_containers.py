@@ -21,11 +21,22 @@ from vllm_h3_plugin.settings import known_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ("compose.yaml", "compose.ascend.yaml")
+CLUSTER = "compose.cluster.yaml"
+EVERY = (*COMPOSE, CLUSTER)
+_JOINED = {"H3_CLUSTER_ADDRESS", "H3_CLUSTER_BIND", "VLLM_H3_CLUSTER_TOKEN_FILE"}
 REQUIRED = {
+    CLUSTER: {"H3_ACCEPT_LICENSE", "VLLM_H3_CHECKPOINT", *_JOINED},
     "compose.yaml": {"H3_ACCEPT_LICENSE", "VLLM_H3_CHECKPOINT"},
     "compose.ascend.yaml": {"H3_ACCEPT_LICENSE", "VLLM_H3_CHECKPOINT", "VLLM_H3_MEMORY_LIMIT"},
 }
-SET = {"H3_ACCEPT_LICENSE": "yes", "VLLM_H3_CHECKPOINT": "/models/Mini Max", "VLLM_H3_MEMORY_LIMIT": "64g"}
+SET = {
+    "H3_ACCEPT_LICENSE": "yes",
+    "VLLM_H3_CHECKPOINT": "/models/Mini Max",
+    "VLLM_H3_MEMORY_LIMIT": "64g",
+    "H3_CLUSTER_ADDRESS": "192.0.2.1:6379",
+    "H3_CLUSTER_BIND": "192.0.2.2",
+    "VLLM_H3_CLUSTER_TOKEN_FILE": "./ray token",
+}
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<how>:[-?+])(?P<word>[^}]*))?\}")
 
 
@@ -138,10 +149,12 @@ def test_only_what_the_wheel_is_made_of_enters_the_build() -> None:
         "vllm_h3_plugin",
         "requirements",
         "requirements/image.txt",
+        "requirements/cluster.txt",
     }
     # All of it is used, and nothing that is used is kept out.
     copied = {word for found in re.findall(r"^COPY (?!--)(.*) \S+$", dockerfile(), re.M) for word in found.split()}
-    assert copied | {"requirements", "requirements/image.txt"} == allowed
+    mounted = set(re.findall(r"source=(requirements/\S+?),", dockerfile()))
+    assert copied | {"requirements", *mounted} == allowed
 
 
 # --- what is added to the image
@@ -156,9 +169,10 @@ def locked(file: str) -> dict[str, tuple[str, frozenset[str]]]:
     }
 
 
+@pytest.mark.parametrize("file", ["image.txt", "cluster.txt"])
 @pytest.mark.parametrize("host", ["nvidia.txt", "ascend.txt"])
-def test_additions_are_those_of_the_host_locks_hash_by_hash(host: str) -> None:
-    additions, whole = locked("image.txt"), locked(host)
+def test_additions_are_those_of_the_host_locks_hash_by_hash(host: str, file: str) -> None:
+    additions, whole = locked(file), locked(host)
     assert additions
     assert additions == {name: whole[name] for name in additions}
 
@@ -168,6 +182,21 @@ def test_additions_are_exactly_what_the_host_does_not_bring() -> None:
     plugin = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     host = closure({"vllm", "vllm-omni"})
     assert closure({Requirement(text).name for text in plugin}) - host == set(locked("image.txt"))
+
+
+@pytest.mark.host
+def test_ray_is_added_with_exactly_what_host_and_plugin_do_not_bring() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = (Requirement(text) for text in project["optional-dependencies"]["cluster"])
+    assert closure({"ray"}) - closure({"vllm", "vllm-omni"}) - set(locked("image.txt")) == set(locked("cluster.txt"))
+    assert asked.specifier.contains(locked("cluster.txt")["ray"][0])
+
+
+def test_a_single_machines_image_holds_no_ray() -> None:
+    assert "ray" not in locked("image.txt")
+    # Named by the build alone: an empty CLUSTER adds neither the lock nor the extra.
+    assert "${CLUSTER:+/cluster.txt}" in dockerfile() and "${CLUSTER:+[cluster]}" in dockerfile()
+    assert re.findall(r"^ARG CLUSTER(.*)$", dockerfile(), re.M) == [""]
 
 
 def closure(roots: set[str]) -> set[str]:
@@ -193,20 +222,20 @@ def closure(roots: set[str]) -> set[str]:
 # --- compose
 
 
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", EVERY)
 def test_every_variable_is_explained_in_the_example(file: str) -> None:
     assert set(variables(file)) <= set(example())
 
 
 def test_the_example_has_no_variable_that_nothing_reads() -> None:
-    assert set(example()) == set(variables(COMPOSE[0])) | set(variables(COMPOSE[1]))
+    assert set(example()) == set().union(*(variables(file) for file in EVERY))
 
 
 def test_the_example_shows_the_true_defaults() -> None:
     from vllm_h3_plugin.settings import Settings
 
     shown = example()
-    for name, default in variables("compose.yaml").items():
+    for name, default in {**variables(CLUSTER), **variables("compose.yaml")}.items():
         if default and not name.endswith("API_KEY_FILE"):
             assert shown[name] == default, name
     for name in set(shown) & set(known_variables()):
@@ -215,25 +244,27 @@ def test_the_example_shows_the_true_defaults() -> None:
             assert float(shown[name]) == float(default), name
 
 
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", EVERY)
 def test_settings_that_reach_the_container_are_settings(file: str) -> None:
     """A misspelt one would stop the server; one that is missing could not be set. Four belong to the image itself,
-    and one follows from the profile."""
+    one follows from the profile, one from the mounts, and those of a cluster are for a cluster."""
+    of_clusters = set() if file == CLUSTER else {name for name in known_variables() if name.startswith("H3_CLUSTER_")}
     for service in services(file).values():
         passed = {name for name in service["environment"] if name.startswith("H3_")}
         assert passed == set(known_variables()) - {
             *("H3_REFERENCE", "H3_RUN_DIR", "H3_FFMPEG", "H3_CACHE_DIR"),
-            "H3_PARTS_ON",
+            *("H3_PARTS_ON", "H3_CLUSTER_CHECKPOINT"),
+            *of_clusters,
         }
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file in COMPOSE for name in sorted(REQUIRED[file])])
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file in EVERY for name in sorted(REQUIRED[file])])
 def test_a_missing_variable_stops_compose_with_a_sentence(file: str, name: str) -> None:
     with pytest.raises(RefusedError, match=rf"{name}: .* \.env"):
         services(file, {key: value for key, value in SET.items() if key != name})
 
 
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", EVERY)
 def test_every_service_is_hardened(file: str) -> None:
     for name, service in services(file).items():
         assert service["read_only"] is True, name
@@ -242,12 +273,14 @@ def test_every_service_is_hardened(file: str) -> None:
         assert service["init"] is True and service["pids_limit"] > 0
         assert service["mem_limit"] == service["memswap_limit"] and service["oom_score_adj"] > 0
         assert service["shm_size"] and service["logging"]["options"].keys() >= {"max-size", "max-file"}
-        assert not {"privileged", "network_mode", "ipc", "pid", "user"} & service.keys()
+        # A cluster's ranks speak to the fabric, which only the machine's own network reaches.
+        shared = {"privileged", "network_mode", "ipc", "pid", "user"} & service.keys()
+        assert shared == ({"network_mode"} if file == CLUSTER else set())
         assert service["pull_policy"] == "never"
         assert "size=" in service["tmpfs"][0] and "nosuid" in service["tmpfs"][0]
 
 
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", EVERY)
 def test_the_checkpoint_is_read_only_its_path_may_have_spaces_and_nothing_is_created_for_it(file: str) -> None:
     for service in services(file).values():
         mounts = {mount["target"]: mount for mount in service["volumes"]}
@@ -269,7 +302,7 @@ def test_the_port_is_on_the_loopback_address_unless_asked(file: str) -> None:
     assert {tuple(each["ports"]) for each in asked.values() if "ports" in each} == {("0.0.0.0:9000:8000",)}
 
 
-@pytest.mark.parametrize("file", COMPOSE)
+@pytest.mark.parametrize("file", EVERY)
 def test_a_key_is_a_secret_file_and_there_is_none_unless_named(file: str) -> None:
     for service in services(file).values():
         assert service["environment"]["H3_API_KEY_FILE"] == ""

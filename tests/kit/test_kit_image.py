@@ -59,6 +59,19 @@ def test_the_command_gives_every_argument_of_the_dockerfile(engine: str) -> None
     assert given["LOCK_SHA256"] == hashlib.sha256(lock).hexdigest()
 
 
+def test_ray_is_in_the_image_only_if_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "read_source", lambda: SOURCE)
+    for flags, tag, value in (
+        ((), "vllm-h3-plugin:nvidia ", "CLUSTER= "),
+        (("--cluster",), ":nvidia-cluster ", "CLUSTER=1 "),
+    ):
+        assert image.main(["build", "--engine", "docker", "--dry-run", *flags]) == 0
+        out = capsys.readouterr().out
+        assert tag in out and value in out
+
+
 def test_a_tree_that_is_not_its_commit_says_so() -> None:
     assert replace(SOURCE, dirty=True).revision == "0123abc-dirty"
 

@@ -94,6 +94,22 @@ def _file_identity(file: ShardFile) -> bytes:
         raise _unreadable(file.path, exc) from exc
 
 
+def file_samples(file: ShardFile) -> tuple[bytes, ...]:
+    """A file's header and the samples that its identity is made of, without its time of change.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return tuple(_samples(descriptor, file.size))
+        finally:
+            os.close(descriptor)
+    except OSError as exc:
+        raise _unreadable(file.path, exc) from exc
+
+
 def _samples(descriptor: int, size: int) -> Iterable[bytes]:
     (length,) = struct.unpack("<Q", _read(descriptor, 0, 8))
     yield _read(descriptor, 8, length)

@@ -54,9 +54,38 @@ def preflight(
             help="Read every shard and compare its SHA-256 with the file that `vllm-h3 checksums` wrote (minutes).",
         ),
     ] = False,
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="Check the machines of the running Ray cluster instead, each by a task on it."),
+    ] = False,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --cluster: machines that must be there.", show_default="2, or the profile's devices"
+        ),
+    ] = None,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="With --cluster: every machine answers within this time, or is named.",
+            show_default="120; 3600 with --deep",
+        ),
+    ] = None,
+    least_gbit: Annotated[
+        float | None,
+        typer.Option(
+            "--least-gbit",
+            min=0,
+            metavar="GBIT/S",
+            help="With --cluster: what must leave each machine in an all-to-all.",
+            show_default="40; 0 on the reference platform",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON line on stdout.")] = False,
 ) -> None:
-    """Check this machine before anything is built or started.
+    """Check this machine before anything is built or started, or with --cluster all machines that are one server.
 
     Looks at processor, system, clock, the .env file as compose reads it, settings, licence, docker with compose and
     NVIDIA runtime, the pinned image for this architecture, GPU and driver (or Ascend cards), who else uses them,
@@ -68,11 +97,16 @@ def preflight(
     The licence of the weights is yours to accept: H3_ACCEPT_LICENSE=yes, in .env or in the environment. Values in
     .env are never printed.
 
+    With --cluster (docs/CLUSTER.md) a task on every machine of the Ray cluster says what is there: image, plugin, host,
+    recipe, checkpoint, Ray, the interface and HCA that settings name, memory and clock. What differs from this machine
+    is named. Then the link is measured through the collectives of a denoise step, in the sizes of a 768p clip.
+
     \b
     Examples:
       vllm-h3 preflight                                            all from .env
       vllm-h3 preflight -c /models/MiniMax-H3/FL2VA --deep
       vllm-h3 preflight --profile h200 -c ./FL2VA --without-docker --port 8080
+      vllm-h3 preflight --cluster --profile spark-2 -c /checkpoint/FL2VA
       vllm-h3 preflight -c ./FL2VA --json | jq '.checks[] | select(.state != "pass")'
     """
     from vllm_h3_plugin.cli.console import emit_json, stderr, stdout
@@ -82,6 +116,12 @@ def preflight(
     from vllm_h3_plugin.preflight.wanted import Flags, resolve
 
     machine = this_machine()
+    if cluster:
+        from vllm_h3_plugin.cli.preflight_cluster import preflight_cluster
+
+        flags = Flags(profile, checkpoint, recipe, port, env_file, without_docker=True)
+        preflight_cluster(resolve(machine, flags), nodes, deadline, least_gbit, deep=deep, as_json=as_json)
+        return
     wanted = resolve(machine, Flags(profile, checkpoint, recipe, port, env_file, without_docker))
     survey = Survey(machine, wanted, _hash_with_bar)
     with stderr().status("looking at this machine") as status:

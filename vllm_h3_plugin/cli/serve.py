@@ -31,7 +31,9 @@ def serve(
     address: str | None = typer.Option(None, help="Address to listen on. [default: the profile's, 127.0.0.1]"),
     port: int | None = typer.Option(None, min=1, max=65535, help="TCP port. [default: the profile's, 8000]"),
     task: str | None = typer.Option(None, help="auto, t2va, fl2va, ref2va or combined. [default: auto]"),
-    executor: str | None = typer.Option(None, help="auto, uni (one process) or mp (one a device). [default: auto]"),
+    executor: str | None = typer.Option(
+        None, help="auto, uni (one process), mp (one a device) or ray (one a node). [default: auto]"
+    ),
     attention: str | None = typer.Option(None, help="Attention backend by name. [default: the platform's choice]"),
     resident: str | None = typer.Option(
         None, help="Weights on the device between stages: all, or stage (those of the one that runs). [default: all]"

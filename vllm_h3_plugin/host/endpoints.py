@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.errors import H3Error, ServerError
 from vllm_h3_plugin.host import admission, run_state
+from vllm_h3_plugin.host.cluster.state import told
 from vllm_h3_plugin.host.in_flight import InFlight
 from vllm_h3_plugin.host.job_metrics import host_metrics
 from vllm_h3_plugin.host.job_worker import JobWorker
@@ -107,7 +108,11 @@ def _with_jobs(
         ttl = values.clip_ttl_s if values.clip_ttl_s is not None else storage.file_ttl
         quota = None if values.clip_quota_gib is None else int(values.clip_quota_gib * GIB)
         rules = Rules(
-            values.max_queue, deadline_s, fixed=values.job_timeout_s is not None, retention=Retention(ttl, quota)
+            values.max_queue,
+            deadline_s,
+            fixed=values.job_timeout_s is not None,
+            retention=Retention(ttl, quota),
+            replica=values.replica or "",
         )
         jobs = JobService(Path(storage.path).resolve(), JobWorker(), rules, host_metrics())
         # Not earlier: the host adds its routes after it has attached plugins.
@@ -133,8 +138,9 @@ def _ready_of(app: FastAPI, liveness: Liveness) -> Callable[[], JSONResponse]:
     def ready() -> JSONResponse:
         jobs: JobService | None = getattr(app.state, "h3_jobs", None)
         loaded = run_state.run_dir() is None or bool(run_state.read_workers())
-        if liveness.fault is not None:
-            reason: str | None = liveness.fault
+        fault = liveness.fault or told()
+        if fault is not None:
+            reason: str | None = fault
         elif jobs is None or not loaded:
             reason = "the model is being loaded"
         else:

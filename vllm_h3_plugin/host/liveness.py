@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_h3_plugin.host import run_state
+from vllm_h3_plugin.host.cluster.state import told
 from vllm_h3_plugin.serving.jobs.liveness import move, stuck
 
 logger = init_logger(__name__)
@@ -121,8 +122,10 @@ class HealthRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass everything else on."""
-        fault = self._liveness.fault
-        if fault is None or scope["type"] != "http" or scope["path"] != "/health":
+        if scope["type"] != "http" or scope["path"] != "/health":
+            return await self.app(scope, receive, send)
+        fault = self._liveness.fault or await asyncio.to_thread(told)
+        if fault is None:
             return await self.app(scope, receive, send)
         return await JSONResponse({"status": "unhealthy", "reason": fault}, 503)(scope, receive, send)
 

@@ -79,13 +79,14 @@ class BaseOfRanks:
 
     Args:
         snapshots: the server's; its mode is not ``off``.
-        rank: of ``ranks``, all on this machine.
+        rank: of ``ranks``.
         load_checkpoint: fills this rank from the checkpoint; given True it writes the snapshot too, which is run by one
             rank at a time.
         say: gets what this rank waits for.
         vote: whether any rank says yes; all ranks call it equally often, and none returns before all have called.
         parts: names of the parts that this rank has. The host builds the text encoder on some ranks only, and a rank
             without one cannot write a snapshot for all.
+        share: number among the ranks that share this machine's base, and how many they are; None: all share one.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class BaseOfRanks:
         say: Callable[[str], None],
         vote: Callable[[bool], bool] = any_rank_at_start,
         parts: Collection[str] = (),
+        share: tuple[int, int] | None = None,
     ) -> None:
+        self._share = share or (rank, ranks)
         self._snapshots = snapshots
         self._rank = rank
         self._ranks = ranks
@@ -181,7 +184,7 @@ class BaseOfRanks:
     def _is_bad(self, base: SharedBase | None) -> bool:
         try:
             if base is not None:
-                base.verify(self._rank, self._ranks)
+                base.verify(*self._share)
         except CheckpointError as exc:
             self._snapshots.refuse(exc)
             return True

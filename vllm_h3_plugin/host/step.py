@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm_omni.diffusion.compile import regionally_compile
 
+from vllm_h3_plugin.errors import SettingsError
 from vllm_h3_plugin.host.fused_block import fuse
 from vllm_h3_plugin.host.step_kernels import StepKernels, choose_kernels
 from vllm_h3_plugin.host.warm_up import warm_up, warm_up_text
@@ -36,8 +37,13 @@ class Step:
 
     @classmethod
     def of(cls, pipeline: Any, backend: QuantBackend | None, settings: Settings) -> Step:
-        """Decide for a pipeline whose DiTs are built, and give their blocks the kernels."""
+        """Decide for a pipeline whose DiTs are built, and give their blocks the kernels.
+
+        Raises:
+            SettingsError: blocks that several ranks share were to be compiled.
+        """
         if settings.compile:
+            _refuse_ranks()
             return _logged(cls(None, "H3_COMPILE=1: the host's blocks, compiled in the first request", compiled=True))
         if backend is None:
             return _logged(cls(None, "the blocks are BF16: the host's own kernels, not compiled"))
@@ -68,6 +74,18 @@ class Step:
             "kernels": dict(self.kernels.fused.source) if self.kernels else {},
             "rotates_in_place": bool(self.kernels and self.kernels.rotates_in_place),
         }
+
+
+def _refuse_ranks() -> None:
+    """Keep collectives out of compiled regions: a block of several ranks has Ulysses' exchanges in it."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if ranks > 1:
+        raise SettingsError(
+            f"H3_COMPILE=1 with {ranks} ranks",
+            why="a block that is compiled has the ranks' exchanges in it, and others' two-rank runs ended there: a "
+            "graph that is compiled anew makes a communicator in the middle of a step",
+            fix="Unset H3_COMPILE: the plugin's own kernels are compiled apart from the exchanges.",
+        )
 
 
 def _logged(step: Step) -> Step:

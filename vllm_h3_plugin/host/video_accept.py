@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.concurrency import run_in_threadpool
@@ -28,6 +28,9 @@ from vllm_h3_plugin.serving.rules.read import read
 
 KEY_HEADER = "Idempotency-Key"
 _KEY_LENGTH = 255
+QUEUE_HEADER = "X-H3-Max-Queue"
+_LONGEST_QUEUE = 1_000_000
+QUEUE_LIMITS = {"type": "integer", "minimum": 0, "maximum": _LONGEST_QUEUE}
 KEY_LIMITS = {"minLength": 1, "maxLength": _KEY_LENGTH, "pattern": r"\S"}
 """In the terms of JSON schema."""
 
@@ -59,7 +62,7 @@ def accepting(policy: ReferencePolicy) -> Accept:
         handler.set_stage_configs_if_missing(stage_configs)
         model = handler.model_name or served
         try:
-            key = idempotency_key(request)
+            key, most_waiting = idempotency_key(request), queue_limit(request)
             async with body_fields(request) as fields:
                 # Pictures are decoded and films probed: not on the event loop.
                 found = await run_in_threadpool(_read, fields, policy, server_limits(model), key is not None)
@@ -73,7 +76,8 @@ def accepting(policy: ReferencePolicy) -> Accept:
         except BaseException:
             media.close()
             raise
-        return order, Asked(model or "unknown", accepted.prompt, shown(accepted), key, found.fingerprint)
+        asked = Asked(model or "unknown", accepted.prompt, shown(accepted), key, found.fingerprint)
+        return order, replace(asked, most_waiting=most_waiting)
 
     return accept
 
@@ -95,6 +99,21 @@ def idempotency_key(request: Request) -> str | None:
         return key
     allowed = f"1 to {_KEY_LENGTH} printable characters, such as a UUID"
     raise BadBody(Fault(KEY_HEADER, shown_value(key), "it cannot be a key", allowed))
+
+
+def queue_limit(request: Request) -> int | None:
+    """Behind how many the caller would wait at most: 0 means only where nobody waits and nothing runs; None: any.
+
+    Raises:
+        BadBody: it is no such number.
+    """
+    text = request.headers.get(QUEUE_HEADER)
+    if text is None:
+        return None
+    if text.isascii() and text.isdigit() and int(text) <= _LONGEST_QUEUE:
+        return int(text)
+    allowed = f"a whole number from 0 to {_LONGEST_QUEUE}"
+    raise BadBody(Fault(QUEUE_HEADER, shown_value(text), "it is no length of a line", allowed))
 
 
 def _read(

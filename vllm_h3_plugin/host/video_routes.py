@@ -16,13 +16,14 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 
 from vllm_h3_plugin.errors import H3Error, UsageError
 from vllm_h3_plugin.host import in_flight
-from vllm_h3_plugin.host.video_accept import KEY_HEADER, KEY_LIMITS, Accept
+from vllm_h3_plugin.host.video_accept import KEY_HEADER, KEY_LIMITS, QUEUE_HEADER, QUEUE_LIMITS, Accept
 from vllm_h3_plugin.serving.jobs import openapi
 from vllm_h3_plugin.serving.jobs.job import Job, Status
 from vllm_h3_plugin.serving.jobs.service import JobService
 
 _CLIENT_CLOSED = 499
 _KEY = "A repeat with the same key and the same body gets the same job; a client that leaves does not stop it."
+_QUEUE = "Refuse this request with 429 if it would wait behind more; 0: make it now or not at all."
 _DOWNLOAD = {
     "Range": "`bytes=START-END`: a part of the clip.",
     "If-Range": "The ETag of the clip that the part belongs to; another clip is sent whole.",
@@ -39,7 +40,8 @@ def video_router(service: Callable[[], JobService], accept: Accept, body: Mappin
         body: OpenAPI's ``requestBody`` of one.
     """
     router = APIRouter(tags=["video"])
-    described = {"requestBody": dict(body), "parameters": [openapi.header(KEY_HEADER, _KEY, **KEY_LIMITS)]}
+    headers = [openapi.header(KEY_HEADER, _KEY, **KEY_LIMITS), openapi.header(QUEUE_HEADER, _QUEUE, **QUEUE_LIMITS)]
+    described = {"requestBody": dict(body), "parameters": headers}
     refusals = openapi.errors(400, 422, 429, 503)
 
     @router.post(

@@ -7,6 +7,7 @@ AdaLN tensors are projected into the default table as they come by, and are neve
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -142,6 +143,7 @@ class WeightLoading:
             lambda write: built.append(self._from_checkpoint(write)),
             self._progress.phase,
             parts=[part.name for part in self._parts],
+            share=_share(self._rank, self._ranks),
         )
         taken = ranks.take()
         loaded = built[-1] if built else Loaded("shared base")
@@ -240,6 +242,12 @@ class WeightLoading:
             tables.store.keep(table)
             return None
         return tables.begin(schedule)
+
+
+def _share(rank: int, ranks: int) -> tuple[int, int]:
+    """Number among the ranks of this machine, and how many those are; all, unless LOCAL_WORLD_SIZE says otherwise."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    return rank % here, here
 
 
 def summary(loaded: Loaded) -> dict[str, Any]:

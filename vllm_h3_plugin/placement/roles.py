@@ -149,11 +149,15 @@ ROLE_MAPS: dict[str, RoleMap] = {
 """The maps that are published for Ascend, by name."""
 
 
+ALL = "all"
+"""The map for any number of cards, as ``four`` is for four: what can be cut is cut between all."""
+
+
 def role_map(roles: str | Mapping[str, Sequence[int]], cards: int) -> RoleMap:
     """The map that a profile names or writes out.
 
     Args:
-        roles: a name of :data:`ROLE_MAPS`, or part -> cards.
+        roles: a name of :data:`ROLE_MAPS`, :data:`ALL`, or part -> cards.
         cards: the profile's ``devices``.
 
     Raises:
@@ -161,13 +165,16 @@ def role_map(roles: str | Mapping[str, Sequence[int]], cards: int) -> RoleMap:
     """
     if not isinstance(roles, str):
         return RoleMap.of("of the profile", cards, roles)
+    if roles == ALL:
+        every = tuple(range(cards))
+        return RoleMap(ALL, cards, every, every, every, (cards - 1,))
     found = ROLE_MAPS.get(roles)
     if found is None:
-        near = difflib.get_close_matches(roles, ROLE_MAPS, n=1)
+        near = difflib.get_close_matches(roles, (*ROLE_MAPS, ALL), n=1)
         guess = f"Did you mean {near[0]}? " if near else ""
         raise SettingsError(
             f"unknown role map {roles!r}",
-            fix=f"{guess}Known: {', '.join(ROLE_MAPS)}; or write one out under [roles].",
+            fix=f"{guess}Known: {', '.join((*ROLE_MAPS, ALL))}; or write one out under [roles].",
         )
     if found.cards != cards:
         fitting = [name for name, other in ROLE_MAPS.items() if other.cards == cards]

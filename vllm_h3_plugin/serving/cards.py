@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,11 @@ def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: s
     one_of_several = profile.accelerator == "cuda" and profile.devices == 1 and placed is None
     if one_of_several and visible.present == 0 and "CUDA_VISIBLE_DEVICES" not in environ:
         return  # Devices without nodes, as under WSL: the host counts them itself.
-    check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
+    if profile.executor == "ray":
+        # Each node has one; the executor counts the nodes, and Ray shows each rank its own card.
+        check_count(name or profile.description, 1, visible, exactly=False)
+    else:
+        check_count(name or profile.description, profile.devices, visible, exactly=not one_of_several)
     if profile.accelerator == "npu" and host != "ascend":
         raise SettingsError(
             f"profile {name or profile.description} is for Ascend cards and the {host} host is installed",
@@ -101,4 +106,6 @@ def check_room_on_cards(profile: Profile, inventory: Inventory) -> list[str]:
     found = check_fit(
         placed, roles.cards, shapes, load_recipe(profile.recipe), profile.card_gib, stages=profile.resident == "stage"
     )
-    return [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]
+    lines = [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]
+    # Where each card is on a node of its own, a card's number is the node's.
+    return [re.sub(r"\bcard(s?)\b", r"node\1", line) for line in lines] if profile.executor == "ray" else lines

@@ -28,6 +28,9 @@ HOST_ENVIRONMENT = {
     "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 
+RAY_EXECUTOR = "vllm_h3_plugin.host.cluster.executor.RayDiffusionExecutor"
+"""The host has no executor for several machines and takes one by name."""
+
 # The host's deadlines for one request, 600 s each unless set. The first is the least that a job has here, unless
 # H3_JOB_TIMEOUT_S is set; its own steps move it on (serving/jobs/run.py). After the second the mp executor ends its
 # workers (vllm_omni/diffusion/executor/multiproc_executor.py): it comes last, so that a job is stopped between two
@@ -95,7 +98,7 @@ def server_command(
     if placed:
         argv += placed.options()
     if profile.executor != "auto":
-        argv += ["--distributed-executor-backend", profile.executor]
+        argv += ["--distributed-executor-backend", RAY_EXECUTOR if profile.executor == "ray" else profile.executor]
     if profile.attention:
         argv += ["--diffusion-attention-backend", profile.attention]
     if profile.lora:

@@ -29,8 +29,10 @@ class Profile(BaseModel):
     task: Literal["auto", "t2va", "fl2va", "ref2va", "combined"] = Field(
         default="auto", description="Host's --task-type."
     )
-    executor: Literal["auto", "uni", "mp"] = Field(
-        default="auto", description="uni: API, engine and worker in one process; mp: one worker process a device."
+    executor: Literal["auto", "uni", "mp", "ray"] = Field(
+        default="auto",
+        description="uni: API, engine and worker in one process; mp: one worker process a device; ray: one a node of a "
+        "Ray cluster.",
     )
     devices: int = Field(default=1, ge=1, description="Number of accelerators (ranks).")
     accelerator: Literal["cuda", "npu"] = Field(
@@ -38,7 +40,7 @@ class Profile(BaseModel):
     )
     roles: str | dict[str, tuple[int, ...]] | None = Field(
         default=None,
-        description="Which cards each part is on: one, two, two-resident, four, or part -> cards under [roles].",
+        description="Which cards each part is on: one, two, two-resident, four, all, or part -> cards under [roles].",
     )
     card_gib: float = Field(default=64.0, gt=0, description="GiB of memory of one card, where the profile has roles.")
     resident: Literal["all", "stage"] = Field(

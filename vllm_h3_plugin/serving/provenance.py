@@ -161,12 +161,21 @@ def _host(unknown: dict[str, str]) -> dict[str, Any] | None:
     }
 
 
+def recipe_file(name: str) -> dict[str, str]:
+    """Name and SHA-256 of a recipe.
+
+    Raises:
+        RecipeError: it cannot be read.
+    """
+    recipe = load_recipe(name)
+    return {"name": recipe.name, "sha256": _sha256(Path(recipe.source))}
+
+
 def _recipe(name: str | None, unknown: dict[str, str]) -> dict[str, Any] | None:
     if name is None:
         unknown["recipe"] = "H3_RECIPE is unset: the workers chose one, and name it"
         return None
-    recipe = load_recipe(name)
-    return {"name": recipe.name, "sha256": _sha256(Path(recipe.source))}
+    return recipe_file(name)
 
 
 def _driver(unknown: dict[str, str]) -> str | None:

@@ -44,14 +44,19 @@ def wait_with_ranks(
     """Wait for the server to end; returns its exit code.
 
     Args:
-        workers: of ``/v1/h3/info``, with ``rank`` and ``pid``. A worker in the server's own process is not watched.
+        workers: of ``/v1/h3/info``, with ``rank`` and ``pid``. A worker in the server's own process is not watched, nor
+            is one with a ``node``: it may be on another machine, and its executor watches it.
         grace_s: how long the server may go on without one of its ranks.
         say: gets a sentence when a rank has ended.
 
     Raises:
         ServerError: a rank ended and the server did not within ``grace_s``. The caller stops the server.
     """
-    ranks = {int(worker["rank"]): _Rank(worker["pid"]) for worker in workers if worker["pid"] != server.pid}
+    ranks = {
+        int(worker["rank"]): _Rank(worker["pid"])
+        for worker in workers
+        if worker["pid"] != server.pid and worker.get("node") is None
+    }
     while server.poll() is None:
         gone = [rank for rank, process in ranks.items() if not process.alive()]
         if gone:

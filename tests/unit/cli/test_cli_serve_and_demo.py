@@ -142,7 +142,9 @@ def test_ref2va_of_an_fl2va_checkpoint(checkpoint: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--task", "r2v"), ("--executor", "ray"), ("--port", "70000")], ids=["task", "executor", "port"]
+    ("flag", "value"),
+    [("--task", "r2v"), ("--executor", "slurm"), ("--port", "70000")],
+    ids=["task", "executor", "port"],
 )
 def test_wrong_flag_values_name_the_flag(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], flag: str, value: str

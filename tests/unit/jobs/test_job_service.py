@@ -6,17 +6,20 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.jobs.job_service import CLIP, FakeOrder, FakeWorker, Told, asked, finished, serving
-from vllm_h3_plugin.errors import QueueFullError, ServerError, UsageError
+from vllm_h3_plugin.errors import QueueFullError, ServerError, SettingsError, UsageError
 from vllm_h3_plugin.serving.jobs.clips import Clips
-from vllm_h3_plugin.serving.jobs.job import Status
+from vllm_h3_plugin.serving.jobs.job import Status, new_id
 from vllm_h3_plugin.serving.jobs.retention import Retention
 from vllm_h3_plugin.serving.jobs.service import JobService, Rules
+from vllm_h3_plugin.settings import load
 
 
 def test_jobs_run_one_after_the_other_in_the_order_of_their_arrival(tmp_path: Path) -> None:
@@ -159,6 +162,46 @@ def test_the_line_refuses_what_would_wait_behind_too_many(tmp_path: Path) -> Non
             assert orders[2].closed
 
     asyncio.run(run())
+
+
+def test_a_caller_may_wait_behind_fewer_than_the_line_takes_and_never_behind_more(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path, Rules(max_queue=2)) as (service, worker):
+            first = FakeOrder(worker)
+            # Nothing runs and nobody waits: it does not wait at all.
+            await service.submit(replace(asked(), most_waiting=0), first)
+            await first.began.wait()
+            with pytest.raises(QueueFullError, match=r"0 clips wait already.*this request asks for at most 0"):
+                await service.submit(replace(asked(), most_waiting=0), FakeOrder(worker))
+            await service.submit(replace(asked(), most_waiting=1), FakeOrder(worker))
+            with pytest.raises(QueueFullError, match=r"1 clips wait already.*at most 1"):
+                await service.submit(replace(asked(), most_waiting=1), FakeOrder(worker))
+            await service.submit(asked(), FakeOrder(worker))
+            with pytest.raises(QueueFullError, match="H3_MAX_QUEUE is 2"):
+                await service.submit(replace(asked(), most_waiting=9), FakeOrder(worker))
+
+    asyncio.run(run())
+
+
+def test_an_id_carries_the_servers_name_and_its_clip_is_found_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path, Rules(replica="b2")) as (service, worker):
+            job = await finished(service, worker)
+            assert re.fullmatch(r"video_gen_b2_[0-9a-f]{32}", job.id)
+        async with serving(tmp_path, Rules(replica="b2")) as (service, _):
+            assert (await service.get(job.id)) is not None
+
+    asyncio.run(run())
+    assert re.fullmatch(r"video_gen_[0-9a-f]{32}", new_id())
+
+
+@pytest.mark.parametrize("name", ["A", "a_b", "", "a" * 17, "ä", "a/b"])
+def test_a_name_that_a_balancer_could_not_tell_from_an_id_is_refused(name: str) -> None:
+    if not name:
+        assert load({"H3_REPLICA": name}).replica is None
+        return
+    with pytest.raises(SettingsError, match="H3_REPLICA"):
+        load({"H3_REPLICA": name})
 
 
 def test_no_queue_still_takes_one_clip(tmp_path: Path) -> None:

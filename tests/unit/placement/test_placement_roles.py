@@ -37,6 +37,27 @@ def test_the_published_maps_are_these() -> None:
         made.check_shapes(DitConfig(), TextEncoderConfig())
 
 
+def test_one_map_is_for_any_number_of_cards() -> None:
+    assert role_map("all", 4).places == ROLE_MAPS["four"].places
+    assert role_map("all", 2).places == {
+        "dit": (0, 1),
+        "text_encoder": (0, 1),
+        "video_vae": (0, 1),
+        "audio_vae": (1,),
+    }
+    with pytest.raises(SettingsError, match="attention heads"):
+        role_map("all", 3).check_shapes(DitConfig(), TextEncoderConfig())
+
+
+def test_two_sparks_hold_what_is_predicted_for_each() -> None:
+    found = loads(hosting(role_map("all", 2)), 2, ModelShapes(), load_recipe("fp8"))
+    alone = loads(hosting(role_map("one", 1)), 1, ModelShapes(), load_recipe("fp8"))[0].parts
+    # A whole DiT and half a text encoder on each.
+    assert all(load.parts["dit"] == alone["dit"] for load in found)
+    assert all(load.parts["text_encoder"] < 0.7 * alone["text_encoder"] for load in found)
+    assert all(20 * GIB < load.nbytes < 112 * GIB for load in found)
+
+
 def test_a_map_by_hand_is_the_published_one_if_it_says_the_same() -> None:
     by_hand = role_map(GOOD, 2)
     assert by_hand.places == ROLE_MAPS["two-resident"].places and by_hand.on(1) == ("text_encoder",)

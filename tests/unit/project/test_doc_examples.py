@@ -47,7 +47,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 _PUNCTUATION = frozenset("();<>|&\n")
 # Shell words that stand before a command.
 _BEFORE = frozenset({"exec", "time", "then", "do", "else", "if", "while", "until", "!"})
-_MAKE_VARIABLES = frozenset({"HOST", "PYTHON", "ARGS", "FILE"})
+_MAKE_VARIABLES = frozenset({"HOST", "CLUSTER", "PYTHON", "ARGS", "FILE"})
 # In typer 0.12 and in those that carry their own click alike, the base of every complaint about a command line.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
 
@@ -302,7 +302,8 @@ def is_printed(message: str) -> bool:
 
 
 def test_every_message_in_troubleshooting_is_one_that_the_code_prints() -> None:
-    messages = [span for row in _rows(_document("TROUBLESHOOTING.md"), "Message") for span in _SPAN.findall(row[0])]
+    texts = (_document("TROUBLESHOOTING.md"), _document("CLUSTER.md"))
+    messages = [span for text in texts for row in _rows(text, "Message") for span in _SPAN.findall(row[0])]
     assert len(messages) > 60
     assert [message for message in messages if message != "ffmpeg" and not is_printed(message)] == []
 

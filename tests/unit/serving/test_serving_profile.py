@@ -108,6 +108,15 @@ def test_every_key_that_has_a_flag_reaches_the_command(tmp_path: Path) -> None:
         assert part in text
 
 
+def test_ranks_on_several_machines_are_the_plugins_executor_with_everything_cut_between_them(tmp_path: Path) -> None:
+    spark = load_profile("spark-2").model_dump(exclude={"description"})
+    text = " ".join(_command(tmp_path, **spark))
+    assert "--distributed-executor-backend vllm_h3_plugin.host.cluster.executor.RayDiffusionExecutor" in text
+    assert "--num-gpus 2 --usp 2 --text-encoder-tp-size 2 --vae-patch-parallel-size 2" in text
+    text = " ".join(_command(tmp_path, **{**spark, "devices": 4}))
+    assert "--num-gpus 4 --usp 4 --text-encoder-tp-size 4 --vae-patch-parallel-size 4" in text
+
+
 def test_plugins_of_the_caller_are_kept_and_the_hosts_own_is_named(tmp_path: Path) -> None:
     words = _command(tmp_path, {"VLLM_PLUGINS": "mine,h3"})
     assert "VLLM_PLUGINS=mine,h3,h3_reference,vllm_omni_register_models" in words

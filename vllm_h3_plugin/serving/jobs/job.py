@@ -117,9 +117,13 @@ class Job:
         return cls(**{**known, "status": Status(record["status"]), "failure": Failure(**failure) if failure else None})
 
 
-def new_id() -> str:
-    """An id in the form of the host's (protocol/videos.py, ``VideoResponse.id``)."""
-    return f"video_gen_{uuid.uuid4().hex}"
+def new_id(replica: str = "") -> str:
+    """An id in the form of the host's (protocol/videos.py, ``VideoResponse.id``).
+
+    Args:
+        replica: name of the server among several; stands in the id, so that a balancer finds the job by it.
+    """
+    return f"video_gen_{replica}{'_' if replica else ''}{uuid.uuid4().hex}"
 
 
 def wire(job: Job, progress: Mapping[str, Any], expires_at: float | None = None) -> dict[str, Any]:

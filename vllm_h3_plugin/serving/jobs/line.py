@@ -26,27 +26,24 @@ class Line(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
-    def full(self) -> bool:
-        """Whether nothing more may wait."""
-        return len(self._items) >= self.most
-
-    def require_room(self, *, busy: bool, next_s: float | None) -> None:
+    def require_room(self, *, busy: bool, next_s: float | None, most: int | None = None) -> None:
         """Refuse what would wait behind too many.
 
         Args:
             busy: a job runs, so that a new one has to wait.
             next_s: seconds until a place is free, if known.
+            most: that the caller wants to wait with, itself left out; None: as many as the line takes.
 
         Raises:
             QueueFullError: with the length of the line and when to ask again.
         """
-        if not self.full or (not busy and not self._items):
+        allowed = self.most if most is None else min(most, self.most)
+        if len(self._items) < allowed or (not busy and not self._items):
             return
         retry = max(1, math.ceil(next_s)) if next_s is not None else 30
         raise QueueFullError(
             f"{len(self)} clips wait already",
-            why=f"H3_MAX_QUEUE is {self.most}",
+            why=f"H3_MAX_QUEUE is {self.most}" if allowed == self.most else f"this request asks for at most {most}",
             fix=f"Ask again in {retry} s.",
             retry_after_s=retry,
             queue_length=len(self),

@@ -30,6 +30,7 @@ class Asked:
     Attributes:
         fingerprint: equal for equal requests; what an ``Idempotency-Key`` is held against.
         shown: fields of the wire format known beforehand, as ``size`` and ``num_frames``.
+        most_waiting: refuse it if more wait already; None: the server's own limit alone.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Asked:
     key: str | None = None
     fingerprint: str | None = None
     sync: bool = False
+    most_waiting: int | None = None
 
 
 class Order(Protocol):

@@ -47,12 +47,14 @@ class Rules:
         max_queue: jobs that may wait.
         deadline_s: longest that a job may run; ``fixed``: whatever its own steps predict.
         retention: what is kept, and for how long.
+        replica: name that ids of jobs carry; empty for the only server.
     """
 
     max_queue: int = 16
     deadline_s: float = 3600.0
     fixed: bool = False
     retention: Retention = field(default_factory=Retention)
+    replica: str = ""
 
 
 class JobService:
@@ -154,9 +156,11 @@ class JobService:
                     return earlier, False
                 if self._leaving:
                     raise BusyError("the server is ending", fix="Ask again when it is back.", retry_after_s=_BACK_S)
-                self._line.require_room(busy=self._running is not None, next_s=self._next_place_s())
+                self._line.require_room(
+                    busy=self._running is not None, next_s=self._next_place_s(), most=asked.most_waiting
+                )
                 job = Job(
-                    new_id(),
+                    new_id(self.rules.replica),
                     asked.model,
                     asked.prompt,
                     self._clock(),
