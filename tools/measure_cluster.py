@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -38,7 +37,7 @@ from vllm_h3_plugin.serving.profile import load_profile
 from vllm_h3_plugin.serving.server import Server, free_port
 
 OTHER = "127.0.0.30"
-STEPS, CLIPS, READY_S, WAIT_S = 8, 5, 600, 600
+STEPS, CLIPS, READY_S, WAIT_S = 8, 9, 600, 600
 CLIP = request(steps=STEPS, size=256, seed=3)
 
 _AFTER_STEPS = ("decoding", "encoding video")
@@ -53,7 +52,9 @@ class Asked:
     """A server that is asked for clips, and its run folder."""
 
     def __init__(self, server: Server) -> None:
-        self.http = httpx.Client(base_url=server.command.url, timeout=120)
+        # A server closes what is idle for seconds.
+        limits = httpx.Limits(keepalive_expiry=1)
+        self.http = httpx.Client(base_url=server.command.url, timeout=120, limits=limits)
         self._run_dir = Path(server.command.environment["H3_RUN_DIR"])
 
     @property
@@ -172,6 +173,8 @@ def main() -> int:
                 roles=cut_between(2),
             )
         )
+        # They import the host meanwhile, which would slow everything down.
+        until(lambda: "event=spares_ready" in (folder / "two.log").read_text(encoding="utf-8", errors="replace"), 0.5)
         with server(folder, "one", checkpoint, {}) as one:
             for each in (one, two):
                 each.tail(CLIP)
@@ -180,16 +183,16 @@ def main() -> int:
             for _ in range(CLIPS):
                 tails["one machine"].append(one.tail(CLIP))
                 tails["two nodes"].append(two.tail(CLIP))
-        alone, both = (statistics.median(found) for found in tails.values())
+        # Whatever else the machine does can only add.
+        alone, both = (min(found) for found in tails.values())
         rows += [
-            {"What": f"last step to first byte of the MP4, s, {name}, median of {CLIPS}", "Value": round(value, 3)}
+            {"What": f"last step to first byte of the MP4, s, {name}, least of {CLIPS}", "Value": round(value, 3)}
             for name, value in (("one machine", alone), ("two nodes", both))
         ]
         figures["tail_over_single"] = round(both / alone, 3)
         figures["wire_bytes_over_formula"], more = measure_wire(two, counts, checkpoint)
         rows += more
         print(figures, file=sys.stderr, flush=True)
-        until(lambda: "event=spares_ready" in (folder / "two.log").read_text(encoding="utf-8", errors="replace"), 0.5)
         figures["recovery_s"] = measure_recovery(two)
         rows.append(
             {"What": "rank 1 killed in a step: until /health answers 200 again, s", "Value": figures["recovery_s"]}
