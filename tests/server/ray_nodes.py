@@ -94,7 +94,9 @@ class RayNodes:
 
     def _start(self, address: str, *words: str, prefix: Sequence[str] = (), **environment: str) -> Node:
         log = self._folder / f"{address}-{len(self._nodes)}.log"
-        sizes = ("--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000")
+        # Free ports, and not a range from 10002 up that the nodes of another run on this machine take from as well.
+        ports = ("--min-worker-port=0", "--max-worker-port=0")
+        sizes = ("--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000", *ports)
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [*prefix, str(_RAY), "start", "--block", f"--node-ip-address={address}", *sizes, *words],

@@ -56,7 +56,9 @@ class RayNodes:
             # Sockets lie below it, and the path of one may have 107 characters.
             role.append(f"--temp-dir={self.folder}")
         log = self.folder / f"{address}.log"
-        words = ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+        # Free ports, and not a range from 10002 up that the nodes of another run on this machine take from as well.
+        words = ["--min-worker-port=0", "--max-worker-port=0"]
+        words += ["--num-cpus=1", "--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
         with log.open("wb") as out:
             node = subprocess.Popen(
                 [str(Path(sys.executable).parent / "ray"), "start", f"--node-ip-address={address}", *role, *words],
