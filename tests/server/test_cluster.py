@@ -292,6 +292,34 @@ def test_a_node_that_is_gone_fails_its_request_by_name_and_frees_the_other(
 
 
 @pytest.mark.soak
+def test_two_nodes_make_one_ranks_clip_from_references(
+    own_servers: Servers,
+    profile_of: Callable[..., Profile],
+    nodes: RayNodes,
+    ref2va: Path,
+    pictures: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    asked = request(*pictures, seed=5)
+    alone = own_servers.start(ref2va, recipe="fp8")
+    one = alone.make(asked, tmp_path / "one.mp4")
+    other = alone.make(request(*pictures, seed=6), tmp_path / "other.mp4")
+    alone.server.stop(3)
+    fourth = nodes.add("127.0.0.33")
+    profile = profile_of().model_copy(update={"checkpoint": ref2va})
+    jobs = ClusterJobs(own_servers, profile, tmp_path / "storage", H3_CLUSTER_ADDRESS=nodes.address)
+    try:
+        jobs.client.make(asked, tmp_path / "two.mp4")
+    finally:
+        jobs.stop()
+        fourth.stop()
+    pixels, sound = differences(one, tmp_path / "two.mp4")
+    assert pixels <= MOST_PIXEL and sound <= MOST_SOUND
+    # What tells clips apart at this tolerance is the seed. Another picture moves pixels by no more than ranks do.
+    assert differences(other, tmp_path / "two.mp4")[0] > MOST_PIXEL
+
+
+@pytest.mark.soak
 def test_a_server_that_is_killed_leaves_no_rank(
     own_servers: Servers, profile_of: Callable[..., Profile], nodes: RayNodes, tmp_path: Path
 ) -> None:

@@ -18,7 +18,6 @@ from vllm_omni.diffusion.executor.uniproc_executor import UniProcDiffusionExecut
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
-from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host.cluster.environment import handed_over
 from vllm_h3_plugin.host.cluster.group import LostError, lost_error
 from vllm_h3_plugin.host.cluster.rank import Asked
@@ -91,8 +90,9 @@ class RayDiffusionExecutor(UniProcDiffusionExecutor):
             LostError: a rank or its machine ended; names it.
             TimeoutError: it took longer than ``timeout`` seconds.
         """
-        # A request that comes while ranks start again waits for them: who started them gives up in time.
-        self._ready.wait()
+        # A request that comes while ranks start again waits for them, as long as it may take itself.
+        if not self._ready.wait(timeout):
+            raise TimeoutError(f"the ranks have not started again within {timeout:.0f} s")
         self._ensure_open()
         group = self._group
         alone = unique_reply_rank is not None and not exec_all_ranks
@@ -150,8 +150,8 @@ class RayDiffusionExecutor(UniProcDiffusionExecutor):
     def _again(self) -> None:
         try:
             group = self._start.again()
-        except (H3Error, RuntimeError, TimeoutError) as exc:
-            logger.error("event=restart_failed what=%r", str(exc))
+        except Exception as exc:  # Ray's own are of no common class; requests wait for what comes of this
+            logger.exception("event=restart_failed what=%r", str(exc))
             tell(f"{self._fault and self._fault.what}; the ranks did not start again: {exc}")
             self._fail()
             return

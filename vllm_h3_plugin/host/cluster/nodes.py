@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -28,11 +29,12 @@ def import_ray() -> Any:
     return ray
 
 
-def connect(address: str | None) -> Any:
+def connect(address: str | None, seconds: float) -> Any:
     """Join the cluster as its driver; returns the package.
 
     Args:
         address: ``host:port`` of its head; None: the one that runs on this machine.
+        seconds: how long its port may stay closed. One that is open and not Ray's takes Ray some 40 s to give up.
 
     Raises:
         ToolMissingError: see :func:`import_ray`.
@@ -43,6 +45,10 @@ def connect(address: str | None) -> Any:
         return ray
     where = address or "auto"
     try:
+        if address:
+            _wait_for_port(address, seconds)
+            # Else Ray tries 20 times, for minutes.
+            ray._private.ray_constants.NUM_REDIS_GET_RETRIES = 1
         ray.init(
             address=where,
             namespace="vllm-h3",
@@ -60,6 +66,19 @@ def connect(address: str | None) -> Any:
             address=address,
         ) from exc
     return ray
+
+
+def _wait_for_port(address: str, seconds: float) -> None:
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=max(_POLL_S, deadline - time.monotonic())).close()
+            return
+        except OSError as exc:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{exc.strerror or exc}, for {seconds:.0f} s") from exc
+        time.sleep(_POLL_S)
 
 
 def _job_config() -> Any:

@@ -8,6 +8,7 @@ is told so, not unpickled from.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import threading
 import traceback
@@ -21,6 +22,7 @@ from vllm_h3_plugin.errors import H3Error
 from vllm_h3_plugin.host.cluster import environment, network
 from vllm_h3_plugin.host.cluster.facts import NodeFacts, checkpoint_digests, recipe_facts, versions
 
+_RUN_DIR = "vllm-h3-rank-"
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
@@ -92,7 +94,7 @@ class Rank:
         environment.take(asked.environment, os.environ)
         os.environ.update(place.devices)
         os.environ["LOCAL_WORLD_SIZE"] = "1"  # each machine's weights are its own
-        os.environ["H3_RUN_DIR"] = place.run_dir or tempfile.mkdtemp(prefix="vllm-h3-rank-")
+        os.environ["H3_RUN_DIR"] = place.run_dir or own_run_dir(Path(tempfile.gettempdir()))
         _, self._address = network.choose(os.environ, place.node)
         self._model = os.environ.get("H3_CLUSTER_CHECKPOINT") or asked.model
         manifest = os.environ.get("H3_VERIFY_CHECKSUMS")
@@ -172,6 +174,17 @@ class Rank:
             return answer
         self._said = told
         return Answer(answer.value, answer.fault, answer.trace, told)
+
+
+def own_run_dir(folder: Path) -> str:
+    """A run folder for this process. Those of ranks that are gone go: a rank is killed and removes nothing itself."""
+    import psutil
+
+    for left in folder.glob(f"{_RUN_DIR}*"):
+        pid = left.name.removeprefix(_RUN_DIR).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{_RUN_DIR}{os.getpid()}-", dir=folder)
 
 
 def _answer(work: Callable[[], Any]) -> Answer:

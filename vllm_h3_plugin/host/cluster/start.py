@@ -46,7 +46,7 @@ class Start:
         Raises:
             H3Error: of the class that fits. Nothing that was started is left.
         """
-        self._ray = nodes.connect(self._address)
+        self._ray = nodes.connect(self._address, self._seconds)
         return self._ranks()
 
     def _ranks(self) -> Group:
