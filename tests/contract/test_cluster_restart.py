@@ -27,12 +27,15 @@ class Lost:
     """A group whose first rank has ended."""
 
     members = (0, 1)
+    ended = False
+    fault: Exception = LostError("rank 1 on node 192.0.2.2 (pid 7) ended while the server was running")
 
     def call(self, *args: Any, **kwargs: Any) -> list[Any]:
-        raise LostError("rank 1 on node 192.0.2.2 (pid 7) ended while the server was running")
+        self.seconds = kwargs["seconds"]
+        raise self.fault
 
     def end(self) -> None:
-        """Nothing is left to end."""
+        self.ended = True
 
 
 class Restart:
@@ -77,6 +80,22 @@ def test_a_restart_that_fails_answers_who_waits_and_the_host(executor_of: Any, f
     assert told == [True] and executor.is_dead
     with pytest.raises(EngineDeadError):
         executor.check_health()
+
+
+def test_a_request_that_takes_too_long_costs_its_ranks_and_a_question_does_not(
+    executor_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_OMNI_DLO_DP_WAVE_TIMEOUT", "90")
+    executor = executor_of(OSError("no space"))
+    group = executor._group
+    group.fault = TimeoutError("rank 1 on node 192.0.2.2 (pid 7) took longer than 90 s for execute_model")
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc("get_kv_cache_specs", timeout=5)
+    assert (group.seconds, group.ended, executor.is_dead) == (5, False, False)
+    with pytest.raises(LostError, match=r"rank 1 on node 192\.0\.2\.2 .* longer than 90 s"):
+        executor.collective_rpc("execute_model", unique_reply_rank=0, exec_all_ranks=True)
+    assert (group.seconds, group.ended) == (90.0, True)
+    executor._start.go.set()
 
 
 def test_a_call_does_not_wait_for_ranks_longer_than_it_may_take(executor_of: Any) -> None:

@@ -339,6 +339,30 @@ def test_a_server_that_is_killed_leaves_no_rank(
 
 
 @pytest.mark.soak
+def test_a_node_that_stands_still_in_a_request_is_named_at_its_deadline(
+    own_servers: Servers, profile_of: Callable[..., Profile], nodes: RayNodes, tmp_path: Path
+) -> None:
+    third = nodes.add("127.0.0.34")
+    jobs = ClusterJobs(
+        own_servers,
+        profile_of(),
+        tmp_path / "storage",
+        H3_CLUSTER_ADDRESS=nodes.address,
+        VLLM_OMNI_DLO_DP_WAVE_TIMEOUT="30",
+    )
+    try:
+        job, still = jobs.running(LONG), jobs.ranks[1]
+        psutil.Process(still["pid"]).suspend()
+        assert jobs.server.wait() == 7
+        log = "\n".join(jobs.server._tail)
+        assert f"rank 1 on node 127.0.0.34 (pid {still['pid']})" in log and "longer than 30 s" in log
+        assert job["id"] and not psutil.pid_exists(still["pid"])
+    finally:
+        jobs.stop()
+        third.kill()
+
+
+@pytest.mark.soak
 def test_a_server_ends_for_its_supervisor_when_a_rank_is_lost(
     own_servers: Servers, profile_of: Callable[..., Profile], nodes: RayNodes, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
 from vllm_h3_plugin.host.cluster.environment import handed_over
-from vllm_h3_plugin.host.cluster.group import LostError, lost_error
+from vllm_h3_plugin.host.cluster.group import RESTART, LostError, lost_error
 from vllm_h3_plugin.host.cluster.rank import Asked
 from vllm_h3_plugin.host.cluster.start import Start
 from vllm_h3_plugin.host.cluster.state import announce_idle, tell
@@ -29,6 +29,10 @@ from vllm_h3_plugin.quantization.recipe import resolve_recipe
 logger = init_logger(__name__)
 
 _LOOK_S = 1.0
+_REQUESTS = ("execute_model", "execute_model_batch")
+_LONGEST = "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT"
+"""The host's own deadline of a request's call to its workers, in seconds (multiproc_executor.py:46); `vllm-h3 serve` sets
+it. The in-process executor, whose code runs here, asks for none."""
 
 
 class RayDiffusionExecutor(UniProcDiffusionExecutor):
@@ -88,8 +92,12 @@ class RayDiffusionExecutor(UniProcDiffusionExecutor):
 
         Raises:
             LostError: a rank or its machine ended; names it.
-            TimeoutError: it took longer than ``timeout`` seconds.
+            TimeoutError: it took longer than ``timeout`` seconds. A request that did loses its ranks, as with the
+                host's own executor: one that stands still in a collective never leaves it.
         """
+        request = method in _REQUESTS
+        if request and timeout is None and os.environ.get(_LONGEST):
+            timeout = float(os.environ[_LONGEST])
         # A request that comes while ranks start again waits for them, as long as it may take itself.
         if not self._ready.wait(timeout):
             raise TimeoutError(f"the ranks have not started again within {timeout:.0f} s")
@@ -109,6 +117,11 @@ class RayDiffusionExecutor(UniProcDiffusionExecutor):
             )
         except LostError as exc:
             raise self._lose(group, exc) from exc
+        except TimeoutError as exc:
+            if not request:
+                raise
+            late = LostError(str(exc), why="a rank that stands still is waited for by all", fix=RESTART)
+            raise self._lose(group, late) from exc
         if not everyone:
             return values[0]
         # Rank 0 speaks for all, and all must have said yes.

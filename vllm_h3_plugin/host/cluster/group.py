@@ -222,7 +222,7 @@ class Group:
                 if fault is not None and give_up is not None and time.monotonic() >= give_up:
                     if starting and fault[1].fault is not None:
                         raise fault[1].fault
-                    raise LostError(f"{late} cannot go on without {fault[0]}", why=str(fault[1].fault), fix=_RESTART)
+                    raise LostError(f"{late} cannot go on without {fault[0]}", why=str(fault[1].fault), fix=RESTART)
                 raise TimeoutError(f"{late} took longer than {seconds:.0f} s for {_WORDS.get(method, method)}")
             for ref in ready:
                 member = pending.pop(ref)
@@ -270,7 +270,7 @@ class Group:
             self._ray.wait(lives, num_returns=len(lives), timeout=_END_S)
 
 
-_RESTART = "With H3_CLUSTER_ON_LOSS=restart the server starts its ranks again by itself."
+RESTART = "With H3_CLUSTER_ON_LOSS=restart the server starts its ranks again by itself."
 
 
 def lost_error(lost: Sequence[Member]) -> LostError:
@@ -279,7 +279,7 @@ def lost_error(lost: Sequence[Member]) -> LostError:
     return LostError(
         f"{who} ended while the server was running",
         why="the process or the whole node is gone; the other ranks cannot go on without it",
-        fix=f"See the log of that node (`dmesg | tail` for the kernel's reason). {_RESTART}",
+        fix=f"See the log of that node (`dmesg | tail` for the kernel's reason). {RESTART}",
         ranks=[member.place.rank for member in lost],
         nodes=[member.place.node for member in lost],
     )
