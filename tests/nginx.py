@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import own_port
 from tools.environment import ROOT
-from vllm_h3_plugin.serving.server import free_port
 
 CONF = ROOT / "launch" / "nginx-replicas.conf"
-_START_S = 30
+_START_S = 120
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def balancer(folder: Path, a: int, b: int) -> Iterator[str]:
         folder: for its files; no space may be in its path.
         a, b: ports of the two servers.
     """
-    port = free_port()
+    port = own_port()
     text = CONF.read_text(encoding="utf-8")
     for old, new in (("127.0.0.1:8001", a), ("127.0.0.1:8002", b), ("listen 127.0.0.1:8080", port)):
         assert old in text

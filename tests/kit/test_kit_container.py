@@ -20,6 +20,7 @@ import pytest
 
 from tests.kit.local_base import BASE_ENVIRONMENT, HOST_MOUNT, WHEELS_MOUNT, make_root
 from tests.kit.local_container import USER, Buildah, Mount, run_read_only
+from tests.ports import own_port
 from tools import image
 from tools.environment import BOOT, ROOT, ensure_uv
 from vllm_h3_plugin import __version__
@@ -27,7 +28,7 @@ from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.serving.command import ServerCommand
 from vllm_h3_plugin.serving.provenance import content_digest
-from vllm_h3_plugin.serving.server import Server, free_port
+from vllm_h3_plugin.serving.server import Server
 
 pytestmark = [pytest.mark.container, pytest.mark.server, pytest.mark.timeout(1800)]
 
@@ -154,7 +155,7 @@ class Served:
 @pytest.fixture(scope="module")
 def served(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The image's entrypoint with the reference profile, ready."""
-    port = free_port()
+    port = own_port()
     words = ("reference", "--checkpoint", "/checkpoint/FL2VA", "--address", "127.0.0.1", "--port", str(port))
     argv = box.command(*words, H3_API_KEY_FILE="/run/secrets/api_key")
     command = ServerCommand(tuple(argv), {}, f"http://127.0.0.1:{port}", api_key=KEY)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlencode
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.conftest import ENVIRONMENT
+from tests.ports import own_port
 from tests.server.forked import ForkedServer, start_import
 from tests.unit.serving import reference_kit
 from vllm_h3_plugin.checkpoint.inventory import take_inventory
@@ -27,14 +31,16 @@ from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.command import ServerCommand, server_command
 from vllm_h3_plugin.serving.profile import Profile, load_profile
-from vllm_h3_plugin.serving.server import Server, free_port
+from vllm_h3_plugin.serving.server import Server
 
 FOLDER = Path(__file__).parent
 PREPARED_STEPS = 11
 READY_S = 420
+"""Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
+HANGS_S = 180
+"""Only what never comes takes this long; a machine that has much else to do must not be taken for one that hangs."""
 MOST_STEPS = 199
 """Denoise steps that both hosts make; 0.30 makes 200."""
-"""Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
 
 
 @dataclass
@@ -72,8 +78,8 @@ class Servers:
         self._logs: dict[Server, Path] = {}
 
     def profile(self, checkpoint: Path, **update: object) -> Profile:
-        """The reference profile on a free port."""
-        return load_profile("reference").model_copy(update={"checkpoint": checkpoint, "port": free_port(), **update})
+        """The reference profile on a port of its own."""
+        return load_profile("reference").model_copy(update={"checkpoint": checkpoint, "port": own_port(), **update})
 
     def launch(self, profile: Profile, *, stock: bool = False, cache: Path | None = None, **environment: str) -> Server:
         """Start a server and do not wait.
@@ -279,3 +285,20 @@ def request(*references: Path, seed: int = 1, frames: int = 96, steps: int = 3, 
     """A small request. References are fitted to the size, and 0.28 takes none below 256 pixels a side."""
     side = max(size, 256) if references else size
     return VideoRequest("a red kite over a harbour", side, side, frames, steps, seed, references)
+
+
+BUSY = request(steps=MOST_STEPS, seed=5, size=256)
+"""For tests that look at a job while it runs and then end it: minutes here, and many seconds on a fast machine."""
+
+
+@contextmanager
+def caller_who_leaves(url: str, asked: VideoRequest, **headers: str) -> Iterator[None]:
+    """Somebody asks for the clip itself, does not read the answer, and is gone when the block ends."""
+    address = httpx.URL(url)
+    connection = HTTPConnection(address.host, address.port, timeout=HANGS_S)
+    try:
+        kind = {"Content-Type": "application/x-www-form-urlencoded"}
+        connection.request("POST", "/v1/videos/sync", urlencode(asked.form()), {**kind, **headers})
+        yield
+    finally:
+        connection.close()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from vllm_h3_plugin.serving.server import free_port
+from tests.ports import own_port
 
 HEAD = "127.0.0.2"
 _RAY = Path(sys.executable).with_name("ray")
@@ -74,12 +74,13 @@ class RayNodes:
         self._head = head
         self._folder = Path(tempfile.mkdtemp(prefix="h3ray", dir="/tmp"))  # paths of sockets must be short
         self._nodes: list[Node] = []
-        self.port = free_port()
+        self.port = own_port(head)
         self.address = f"{head}:{self.port}"
 
     def start_head(self, **environment: str) -> Node:
         """The node that the server is on."""
-        ports = (f"--port={self.port}", f"--ray-client-server-port={free_port()}", f"--temp-dir={self._folder}/ray")
+        client = f"--ray-client-server-port={own_port(self._head)}"
+        ports = (f"--port={self.port}", client, f"--temp-dir={self._folder}/ray")
         node = self._start(
             self._head, "--head", "--include-dashboard=false", "--disable-usage-stats", *ports, **environment
         )
@@ -110,7 +111,7 @@ class RayNodes:
         self._nodes.append(node)
         return node
 
-    def _wait(self, node: Node, reached: Callable[[], bool], seconds: float = 120) -> None:
+    def _wait(self, node: Node, reached: Callable[[], bool], seconds: float = 180) -> None:
         deadline = time.monotonic() + seconds
         while not reached():
             assert node.processes and time.monotonic() < deadline, node.log.read_text()

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.server.conftest import Running
+from tests.server.conftest import BUSY, HANGS_S, Running
 from vllm_h3_plugin.serving.client import VideoRequest
 from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
@@ -108,7 +108,7 @@ def listed(http: httpx.Client) -> Iterator[dict[str, Any]]:
         after = {"after": page["last_id"]}
 
 
-def stuck(url: str, patience_s: float = 60) -> list[str]:
+def stuck(url: str, patience_s: float = HANGS_S) -> list[str]:
     """Jobs that have no end although nobody asks for anything any more."""
     deadline = time.monotonic() + patience_s
     with httpx.Client(base_url=url, timeout=60) as http:
@@ -168,7 +168,7 @@ def _bad(http: httpx.Client, rng: random.Random, clip: Path, tally: Tally) -> st
 
 
 def _cancelled(http: httpx.Client, rng: random.Random, clip: Path, tally: Tally) -> str:
-    created = _posted(http, {**good(rng).form(), "num_inference_steps": "100"})
+    created = _posted(http, BUSY.form())
     if created.status_code != 200:
         return f"create gave {created.status_code} {created.text[:300]}"
     time.sleep(rng.uniform(0, 1.5))
@@ -180,7 +180,7 @@ def _cancelled(http: httpx.Client, rng: random.Random, clip: Path, tally: Tally)
 def _disconnected(http: httpx.Client, rng: random.Random, clip: Path, tally: Tally) -> str:
     mark = f"nobody waits for this one, {rng.random()}"
     with suppress(httpx.TimeoutException), httpx.Client(base_url=http.base_url, timeout=rng.uniform(0.3, 1.5)) as own:
-        answer = own.post("/v1/videos/sync", data={**good(rng).form(), "prompt": mark, "num_inference_steps": "100"})
+        answer = _posted(own, {**BUSY.form(), "prompt": mark}, "/v1/videos/sync")
         return f"answered at once with {answer.status_code}"
     with tally.lock:
         tally.abandoned.append(mark)

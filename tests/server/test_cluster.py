@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
+from tests.processes import assert_gone
 from tests.server import wire
-from tests.server.conftest import READY_S, Running, Servers, request
+from tests.server.conftest import BUSY, HANGS_S, READY_S, Running, Servers, request
 from tests.server.ray_nodes import HEAD, RayNodes
 from tests.server.test_jobs import SOON, Jobs
 from tests.server.test_ranks import MOST_PIXEL, MOST_SOUND, cut_between, differences, until
@@ -36,7 +36,6 @@ OTHER = "127.0.0.30"
 ODD = "127.0.0.3"
 """Of two that would do, the lower address is taken."""
 
-LONG = request(steps=190, size=128, seed=5)
 ROOT = Path(__file__).parents[2]
 
 
@@ -252,7 +251,7 @@ def test_a_step_sends_what_ulysses_needs(cluster: ClusterJobs, nodes: RayNodes, 
 
 
 def test_a_job_that_is_stopped_stops_on_both_nodes(cluster: ClusterJobs, tmp_path: Path) -> None:
-    job = cluster.running(LONG)
+    job = cluster.running(BUSY)
     assert cluster.http.delete(f"/v1/videos/{job['id']}").status_code == 200
     assert cluster.steps_at_the_end(job["id"]) <= job["step"] + SOON
     cluster.client.make(request(), tmp_path / "after.mp4")
@@ -262,17 +261,17 @@ def test_a_killed_rank_fails_its_request_by_name_and_the_ranks_start_again(
     cluster: ClusterJobs, tmp_path: Path
 ) -> None:
     cluster.client.make(request(), tmp_path / "before.mp4")
-    job, ranks = cluster.running(LONG), cluster.ranks
+    job, ranks = cluster.running(BUSY), cluster.ranks
     os.kill(ranks[1]["pid"], signal.SIGKILL)
     who = f"rank 1 on node {OTHER} (pid {ranks[1]['pid']})"
-    assert who in cluster.until_health(503, 60)
-    assert who in str(cluster.until(job["id"], lambda job: job["status"] == "failed", 60)["error"])
+    assert who in cluster.until_health(503, HANGS_S)
+    assert who in str(cluster.until(job["id"], lambda job: job["status"] == "failed", HANGS_S)["error"])
     # Else it would count as a step that does not end.
     until(lambda: cluster.http.get("/v1/h3/info").json()["progress"]["phase"] != "denoising")
     cluster.until_health(200, READY_S)
     after = cluster.ranks
     assert not {told["pid"] for told in ranks.values()} & {told["pid"] for told in after.values()}
-    assert not any(psutil.pid_exists(told["pid"]) for told in ranks.values())
+    assert_gone(told["pid"] for told in ranks.values())
     cluster.client.make(request(), tmp_path / "after.mp4")
     assert (tmp_path / "after.mp4").read_bytes() == (tmp_path / "before.mp4").read_bytes()
 
@@ -281,14 +280,11 @@ def test_a_node_that_is_gone_fails_its_request_by_name_and_frees_the_other(
     cluster: ClusterJobs, nodes: RayNodes
 ) -> None:
     """Last of this server: its other node is gone afterwards."""
-    job, ranks = cluster.running(LONG), cluster.ranks
+    job, ranks = cluster.running(BUSY), cluster.ranks
     nodes.other.kill()  # type: ignore[attr-defined]
-    assert f"on node {OTHER}" in cluster.until_health(503, 60)
-    assert f"on node {OTHER}" in str(cluster.until(job["id"], lambda job: job["status"] == "failed", 60)["error"])
-    deadline = time.monotonic() + 60
-    while psutil.pid_exists(ranks[0]["pid"]):
-        assert time.monotonic() < deadline, "rank 0 still waits for a rank that is gone"
-        time.sleep(0.1)
+    assert f"on node {OTHER}" in cluster.until_health(503, HANGS_S)
+    assert f"on node {OTHER}" in str(cluster.until(job["id"], lambda job: job["status"] == "failed", HANGS_S)["error"])
+    assert_gone([ranks[0]["pid"]])  # it does not wait for a rank that is gone
 
 
 @pytest.mark.soak
@@ -326,13 +322,10 @@ def test_a_server_that_is_killed_leaves_no_rank(
     third = nodes.add("127.0.0.32")
     jobs = ClusterJobs(own_servers, profile_of(), tmp_path / "storage", H3_CLUSTER_ADDRESS=nodes.address)
     try:
-        jobs.running(LONG)
+        jobs.running(BUSY)
         pids = [told["pid"] for told in jobs.ranks.values()]
         os.kill(jobs.server.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 120
-        while any(psutil.pid_exists(pid) for pid in pids):
-            assert time.monotonic() < deadline, "a rank keeps its device"
-            time.sleep(0.1)
+        assert_gone(pids)  # else a rank keeps its device
     finally:
         jobs.stop()
         third.stop()
@@ -369,7 +362,7 @@ def test_a_server_ends_for_its_supervisor_when_a_rank_is_lost(
     third = nodes.add("127.0.0.31")
     jobs = ClusterJobs(own_servers, profile_of(), tmp_path / "storage", H3_CLUSTER_ADDRESS=nodes.address)
     try:
-        job, lost = jobs.running(LONG), jobs.ranks[1]
+        job, lost = jobs.running(BUSY), jobs.ranks[1]
         os.kill(lost["pid"], signal.SIGKILL)
         assert jobs.server.wait() == 7
         assert f"rank 1 on node 127.0.0.31 (pid {lost['pid']}) ended" in "\n".join(jobs.server._tail)

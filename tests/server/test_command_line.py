@@ -17,8 +17,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.server.conftest import READY_S
-from vllm_h3_plugin.serving.server import free_port
+from tests.ports import own_port
+from tests.server.conftest import HANGS_S, READY_S
 from vllm_h3_plugin.video.verdict import Expectation
 from vllm_h3_plugin.video.verify import verify
 
@@ -53,14 +53,14 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=20)
+    _, alive = psutil.wait_procs(processes, timeout=HANGS_S)
     assert alive == []
 
 
 @pytest.fixture(scope="module")
 def guarded(fl2va: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """``vllm-h3 serve`` behind an API key."""
-    port = str(free_port())
+    port = str(own_port())
     process = _start("serve", "reference", "-c", str(fl2va), "--port", port, "--", "--api-key", "open-sesame")
     try:
         yield process, f"http://127.0.0.1:{port}"
@@ -82,7 +82,7 @@ def test_serve_proves_itself_behind_a_key_and_ends_cleanly(guarded: tuple[subpro
     family = _family(process.pid)
     assert family
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANGS_S)
     assert process.returncode != 0, "a server that was stopped did not end by itself"
     _assert_gone(family)
 
@@ -104,13 +104,13 @@ def test_demo_makes_two_verified_clips(tmp_path: Path, record_property: Callable
 def test_ctrl_c_during_the_demo_leaves_no_process_and_no_half_written_clip(tmp_path: Path) -> None:
     process = _start("demo", "--out", str(tmp_path))
     _until(process, "vllm_h3_plugin.host.launch serve")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS_S
     while not (family := [child for child in _family(process.pid) if "launch" in " ".join(child.cmdline())]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     time.sleep(3)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANGS_S)
     assert process.returncode not in (0, None)
     _assert_gone(family)
     assert [path for path in tmp_path.rglob("*") if path.suffix in (".mp4", ".part")] == []

@@ -41,7 +41,7 @@ def test_it_ends_with_tests_that_are_killed() -> None:
     assert os.getsid(server.pid) == server.pid
     os.kill(tests.pid, signal.SIGKILL)
     tests.communicate(timeout=60)
-    alive = psutil.wait_procs(family, timeout=20)[1]
+    alive = psutil.wait_procs(family, timeout=60)[1]
     for process in alive:
         process.kill()
     assert alive == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import Running, request
+from tests.server.conftest import HANGS_S, MOST_STEPS, Running, request
 from vllm_h3_plugin import __version__
 from vllm_h3_plugin.errors import ServerError
 from vllm_h3_plugin.kit.answers import ask_server
@@ -54,11 +54,11 @@ def test_info_tells_plugin_recipe_backend_and_layers(fp8: Running) -> None:
 
 def test_progress_passes_through_the_phases_and_counts_steps(fp8: Running, tmp_path: Path) -> None:
     looks: list[Watch] = []
-    big = request(size=192, frames=192, steps=12)
-    fp8.client.make(big, tmp_path / "long.mp4", looks.append)
+    # Looks are a quarter of a second apart.
+    fp8.client.make(request(steps=MOST_STEPS), tmp_path / "long.mp4", looks.append)
     steps = [look.step for look in looks if look.phase == "denoising"]
-    assert steps and steps == sorted(steps) and max(steps) <= 12
-    assert {look.steps for look in looks if look.phase == "denoising"} == {12}
+    assert steps and steps == sorted(steps) and max(steps) <= MOST_STEPS
+    assert {look.steps for look in looks if look.phase == "denoising"} == {MOST_STEPS}
 
 
 def test_status_follows_a_real_server_through_a_job(fp8: Running, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_status_follows_a_real_server_through_a_job(fp8: Running, tmp_path: Path
         def look() -> Status:
             return judge(ask_server(http), (), (), now=time.time())
 
-        fp8.client.make(request(size=192, frames=192, steps=12), tmp_path / "s.mp4", lambda _: looks.append(look()))
+        fp8.client.make(request(steps=MOST_STEPS), tmp_path / "s.mp4", lambda _: looks.append(look()))
         after = look()
     busy = [seen for seen in looks if seen.state is State.BUSY]
     steps = [seen.as_dict() for seen in busy if seen.answers.progress.get("seconds_per_step")]
@@ -80,10 +80,9 @@ def test_status_follows_a_real_server_through_a_job(fp8: Running, tmp_path: Path
 
 
 def test_status_sees_a_caller_who_waits_for_the_clip_itself(fp8: Running) -> None:
-    with httpx.Client(base_url=fp8.url, timeout=120) as http, ThreadPoolExecutor() as pool:
-        answer = pool.submit(
-            httpx.post, f"{fp8.url}/v1/videos/sync", data=request(seed=8, steps=40).form(), timeout=120
-        )
+    asked = request(seed=8, steps=MOST_STEPS)
+    with httpx.Client(base_url=fp8.url, timeout=HANGS_S) as http, ThreadPoolExecutor() as pool:
+        answer = pool.submit(httpx.post, f"{fp8.url}/v1/videos/sync", data=asked.form(), timeout=HANGS_S)
         seen = []
         while not answer.done():
             seen.append(ask_server(http))

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import MOST_STEPS, READY_S, Servers, request
+from tests.server.conftest import BUSY, HANGS_S, READY_S, Servers, request
 from vllm_h3_plugin.errors import BusyError, ServerError
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, GIB
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -33,7 +33,6 @@ ENVIRONMENT = {
     "VLLM_API_KEY": KEY,
 }
 PLENTY, LOW, CRITICAL = 100 * GIB, 6 * GIB, 2 * GIB
-LONG = request(steps=MOST_STEPS, seed=5, size=192)
 
 
 @dataclass
@@ -89,7 +88,7 @@ def guarded_server(servers: Servers, checkpoint: Path, **update: object) -> Iter
     url, run_dir = server.command.url, Path(server.command.environment["H3_RUN_DIR"])
     guarded = Guarded(
         server,
-        httpx.Client(base_url=url, timeout=120, headers={"Authorization": f"Bearer {KEY}"}),
+        httpx.Client(base_url=url, timeout=HANGS_S, headers={"Authorization": f"Bearer {KEY}"}),
         VideoClient(url, timeout_s=120, api_key=KEY),
         run_dir,
     )
@@ -183,7 +182,7 @@ def test_job_is_cancelled_between_steps_and_says_why(guarded: Guarded, tmp_path:
     guarded.client.make(request(), tmp_path / "before.mp4")
     cancelled = guarded.guard()["cancelled"]
     with guarded.falling(CRITICAL):
-        created = guarded.post("/v1/videos", LONG)
+        created = guarded.post("/v1/videos", BUSY)
         assert created.status_code == 200
         job = finished(guarded, created.json()["id"])
     assert job["status"] == "failed"
@@ -199,7 +198,7 @@ def test_job_is_cancelled_between_steps_and_says_why(guarded: Guarded, tmp_path:
 
 def test_sync_request_is_cancelled_between_steps_and_says_why(guarded: Guarded) -> None:
     with guarded.falling(CRITICAL):
-        answer = guarded.post("/v1/videos/sync", LONG)
+        answer = guarded.post("/v1/videos/sync", BUSY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "insufficient_memory")
     assert "cancelled: 2.0 GiB of memory were left" in answer.text
     assert guarded.http.get("/health").status_code == 200
@@ -216,7 +215,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_built(servers: Servers,
 
 def finished(guarded: Guarded, job_id: str) -> dict[str, Any]:
     """The job once it has ended; the host answers 500 for one that failed."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANGS_S
     while time.monotonic() < deadline:
         job = guarded.http.get(f"/v1/videos/{job_id}").json()
         if job["status"] in ("completed", "failed"):

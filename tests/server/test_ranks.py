@@ -17,7 +17,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.server.conftest import Running, Servers, request
+from tests.processes import assert_gone
+from tests.server.conftest import BUSY, HANGS_S, Running, Servers, request
 from vllm_h3_plugin.checkpoint.synthetic import tiny_text
 from vllm_h3_plugin.errors import H3Error, ServerError
 from vllm_h3_plugin.serving.ranks import wait_with_ranks
@@ -76,7 +77,7 @@ def test_a_rank_killed_in_a_request_is_a_failure_with_a_name_and_an_end(two: Run
 
     def ask() -> None:
         try:
-            two.make(request(steps=150, size=128), tmp_path / "lost.mp4")
+            two.make(BUSY, tmp_path / "lost.mp4")
         except (H3Error, OSError) as exc:
             answers.append(exc)
 
@@ -87,14 +88,14 @@ def test_a_rank_killed_in_a_request_is_a_failure_with_a_name_and_an_end(two: Run
     said: list[str] = []
     try:
         # A server that sees it first ends by itself, and says so with its exit code.
-        assert wait_with_ranks(two.server, workers, grace_s=60, say=said.append) != 0
+        assert wait_with_ranks(two.server, workers, grace_s=HANGS_S, say=said.append) != 0
     except ServerError as exc:
         assert f"rank 1 (pid {lost['pid']}) ended while the server was running" in exc.what
     assert f"rank 1 (pid {lost['pid']}) has ended" in " ".join(said)
     two.server.stop(3)
-    asking.join(timeout=30)
+    asking.join(timeout=HANGS_S)
     assert answers and not asking.is_alive()
-    assert not any(psutil.pid_exists(worker["pid"]) for worker in workers)
+    assert_gone(worker["pid"] for worker in workers)
 
 
 def test_stages_that_take_turns_make_the_same_clip_to_the_byte(
@@ -159,7 +160,7 @@ def decoded(clip: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(frames), np.concatenate(samples, axis=-1)
 
 
-def until(reached: object, seconds: float = 60.0) -> None:
+def until(reached: object, seconds: float = HANGS_S) -> None:
     deadline = time.monotonic() + seconds
     while not reached():  # type: ignore[operator]
         assert time.monotonic() < deadline

@@ -13,11 +13,10 @@ import httpx
 import pytest
 
 from tests.nginx import balancer
-from tests.server.conftest import MOST_STEPS, Servers, request
+from tests.server.conftest import BUSY, HANGS_S, Servers, request
 from vllm_h3_plugin.serving.client import VideoRequest
 
 pytestmark = pytest.mark.programs("nginx")
-LONG: VideoRequest = request(frames=345, steps=MOST_STEPS)
 
 
 @pytest.fixture
@@ -41,9 +40,9 @@ def test_two_servers_behind_one_address(both: httpx.Client) -> None:
         return both.post(path, data=asked.form(), headers=headers)
 
     # While one is busy the other gets the next, and then each has one more in its line.
-    jobs = [post(LONG).json()["id"] for _ in range(4)]
+    jobs = [post(BUSY).json()["id"] for _ in range(4)]
     assert [job.split("_")[2] for job in jobs] == ["a", "b", "a", "b"]
-    full = post(LONG)
+    full = post(BUSY)
     assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full") and full.headers["retry-after"]
 
     for job in jobs:
@@ -57,9 +56,10 @@ def test_two_servers_behind_one_address(both: httpx.Client) -> None:
 
     for job in reversed(jobs):
         assert both.delete(f"/v1/videos/{job}").json()["deleted"] is True
-    until = time.monotonic() + 120
+    until = time.monotonic() + HANGS_S
     while any(both.get("/v1/h3/info", params={"replica": name}).json()["queue"]["running"] for name in "ab"):
         assert time.monotonic() < until
+        time.sleep(0.05)
 
     made = post(request(), "/v1/videos/sync")
     assert made.status_code == 200 and made.headers["content-type"] == "video/mp4"

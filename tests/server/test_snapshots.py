@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.ports import own_port
 from tests.server.conftest import Running, Servers, request
 from vllm_h3_plugin.checkpoint.atomic import temporaries
 from vllm_h3_plugin.checkpoint.inventory import take_inventory
 from vllm_h3_plugin.checkpoint.page_cache import cached_bytes, cached_share
 from vllm_h3_plugin.checkpoint.snapshot_store import OK, SnapshotInfo, list_snapshots
-from vllm_h3_plugin.serving.server import free_port
 
 MOST_CACHED = 0.02
 """Share of a checkpoint's bytes that may stay in the page cache."""
@@ -89,7 +89,7 @@ def test_a_snapshot_with_one_flipped_byte_is_named_passed_by_and_made_anew(
 def test_require_without_a_snapshot_ends_the_start_with_reason_and_fix(fl2va: Path, tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "vllm-h3"), "serve", "reference", "-c", str(fl2va)]
     done = subprocess.run(
-        [*command, "--port", str(free_port())],
+        [*command, "--port", str(own_port())],
         env={**os.environ, "H3_SNAPSHOT": "require", "H3_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

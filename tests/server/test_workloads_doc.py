@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import own_port
 from tests.server.adapter_kit import Adapters
 from tests.server.clients.test_curl_examples import smaller
 from tests.unit.cli.test_cli_serve_and_demo import run
 from tools.environment import ROOT
 from vllm_h3_plugin.checkpoint.synthetic import tiny_text
-from vllm_h3_plugin.serving.server import free_port
 
 pytestmark = [pytest.mark.programs("bash", "curl"), pytest.mark.timeout(1500)]
 
@@ -89,7 +89,7 @@ class Reader:
 
     def _serve(self, block: str) -> None:
         self.close()
-        port = free_port()
+        port = own_port()
         self.url = f"http://127.0.0.1:{port}"
         self._server = subprocess.Popen(
             [*shlex.split(block.replace("\\\n", " ")), "--port", str(port)],

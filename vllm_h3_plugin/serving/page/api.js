@@ -29,6 +29,9 @@ export async function ask(path, { headers = {}, ...options } = {}) {
   try {
     body = await answer.json();
   } catch { /* A proxy answers in HTML; the status says enough. */ }
+  // An answer to the key before says nothing of one that was given meanwhile.
+  const now = sessionStorage.getItem(KEY);
+  if (answer.status === 401 && now !== null && now !== key) return ask(path, { headers, ...options });
   throw new Refusal(answer.status, body);
 }
 
