@@ -21,7 +21,6 @@ from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.profile import Profile
 from vllm_h3_plugin.serving.server import Server
 
-# 13 s of two slow cores: nothing that a test does meanwhile takes as long, on a fast machine either.
 LONG = request(steps=MOST_STEPS, seed=5)
 """For what is to be made in the end."""
 MAX_QUEUE = 1

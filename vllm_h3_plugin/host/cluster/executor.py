@@ -31,8 +31,8 @@ logger = init_logger(__name__)
 _LOOK_S = 1.0
 _REQUESTS = ("execute_model", "execute_model_batch")
 _LONGEST = "VLLM_OMNI_DLO_DP_WAVE_TIMEOUT"
-"""The host's own deadline of a request's call to its workers, in seconds (multiproc_executor.py:46); `vllm-h3 serve` sets
-it. The in-process executor, whose code runs here, asks for none."""
+"""The host's own deadline of a request's call to its workers, in seconds (multiproc_executor.py:46), which `vllm-h3
+serve` sets. The in-process executor, whose code runs here, asks for none."""
 
 
 class RayDiffusionExecutor(UniProcDiffusionExecutor):
