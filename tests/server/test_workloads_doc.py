@@ -144,7 +144,9 @@ def test_whoever_follows_the_page_gets_what_it_shows(
     ways = {"turbo.mp4", "base.mp4", "mine.mp4", "fasth3.mp4", "text.mp4", "picture.mp4", "mixed.mp4"}
     assert made == ways
     clips = {name: (reader.folder / name).read_bytes() for name in made}
-    assert len(set(clips.values())) == len(ways)
+    # A server of both partitions makes FL2VA's clip, as one with an adapter at scale 0 does.
+    assert clips["text.mp4"] == clips["base.mp4"]
+    assert len(set(clips.values())) == len(ways) - 1
 
 
 def test_a_block_that_does_not_do_what_it_shows_is_seen(reader: Reader) -> None:
