@@ -76,7 +76,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     cluster = RayNodes()
     try:
         cluster.counts = tmp_path_factory.mktemp("counts")  # type: ignore[attr-defined]
-        cluster.start_head(**wire.counting(cluster.counts))  # type: ignore[attr-defined]
+        # Its own folder wins over the server's, and must not be one that other tests have left a base in.
+        own = {"H3_CACHE_DIR": str(tmp_path_factory.mktemp("head"))}
+        cluster.start_head(**own, **wire.counting(cluster.counts))  # type: ignore[attr-defined]
         yield cluster
     finally:
         cluster.close()
