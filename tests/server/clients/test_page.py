@@ -267,7 +267,7 @@ def test_a_key_that_is_no_longer_taken_is_asked_for_and_the_job_goes_on(opened: 
 def test_an_answer_to_the_key_before_does_not_drop_the_new_one(opened: Any, keyed: Keyed) -> None:
     page, held = opened(), []
     page.evaluate("() => sessionStorage.setItem('h3-key', 'another')")
-    page.route("**/v1/videos?*", held.append, times=1)
+    page.route("**/v1/videos?*", lambda route: held.append(route), times=1)
     with page.expect_request("**/v1/videos?*"):
         page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
     ask(page)
