@@ -119,14 +119,18 @@ class Survey:
         path = self.wanted.profile.checkpoint
         return None if path is None else Path(os.path.abspath(expanded(path)))
 
+    @property
+    def recipe(self) -> str:
+        """Name or path of the recipe that the server would take; only where the settings are sound."""
+        return self.wanted.recipe or self.values.recipe or self.wanted.profile.recipe
+
     @cached_property
     def served(self) -> tuple[str, str | None]:
         """The host's task type and, where a root was given without one, why it is this one."""
         asked = self.wanted.profile
         if isinstance(self.settings, H3Error):
             return asked.task, None
-        recipe = self.wanted.recipe or self.values.recipe or asked.recipe
-        profile = asked.model_copy(update={"checkpoint": self.checkpoint, "recipe": recipe})
+        profile = asked.model_copy(update={"checkpoint": self.checkpoint, "recipe": self.recipe})
         total, floor = self.memory.total_bytes, self.values.memory_floor_gib
         try:
             decided, reason = with_partitions(profile, lambda: self.gpus, total, floor)
@@ -163,10 +167,9 @@ class Survey:
     @cached_property
     def need(self) -> Need | H3Error:
         """What the recipe needs; of the real model's sizes where the checkpoint is not sound."""
-        recipe = self.wanted.recipe or self.values.recipe or self.wanted.profile.recipe
         found = self.inventory
         try:
-            return need_of(recipe, found if isinstance(found, Inventory) and not found.faults else None)
+            return need_of(self.recipe, found if isinstance(found, Inventory) and not found.faults else None)
         except H3Error as exc:
             return exc
 
