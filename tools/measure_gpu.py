@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the GPU tests and keep what they measured in ``docs/results/gpu.json``: ``python -m tools.measure_gpu``."""
+"""Run the GPU tests and keep what they measured in ``docs/results/gpu.json``: ``python -m tools.measure_gpu``.
+
+A machine that is lent for minutes at a time runs them in parts, each with ``--accelerator gpu -m gpu --report FILE``;
+``python -m tools.measure_gpu --from FILE --from FILE`` keeps the figures of all parts as one, if nothing failed in any.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ from typing import Any
 from tools.environment import ROOT
 from tools.measure_demo import versions
 from tools.results import Result, write_result
+from vllm_h3_plugin.errors import UsageError
 
 RESULTS = ROOT / "docs" / "results"
 COLUMNS = {
@@ -65,8 +72,46 @@ def _left_out(skips: list[dict[str, Any]]) -> str:
     return f"Left out: {told}. " if told else ""
 
 
+def joined(parts: Sequence[Path]) -> dict[str, Any]:
+    """One report of several, each of other tests.
+
+    Raises:
+        UsageError: a part cannot be read, or something failed in it.
+    """
+    whole: dict[str, Any] = {"figures": {}, "counts": {}, "could_not_run": []}
+    for path in parts:
+        try:
+            part = json.loads(path.read_text(encoding="utf-8"))
+            counts = part["counts"]
+            whole["figures"] |= part["figures"]
+            whole["could_not_run"] += part["could_not_run"]
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise UsageError(
+                f"{path} is no report of tests", why=str(exc), fix="pytest --report FILE writes one."
+            ) from exc
+        if failed := counts.get("failed", 0) + counts.get("errors", 0):
+            raise UsageError(f"{failed} tests failed in {path}", why="only what passed is kept", fix="Run it again.")
+        whole["counts"]["passed"] = whole["counts"].get("passed", 0) + counts.get("passed", 0)
+    return whole
+
+
+def keep(report: dict[str, Any]) -> None:
+    """Write what a report measured."""
+    print(write_result(RESULTS, "gpu", result_of(report, gpu(), versions())))
+
+
 def main() -> int:
     """Run the tests; keep the figures only of a run in which nothing failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--from", dest="parts", action="append", type=Path, default=[], metavar="FILE")
+    options, pytest_words = parser.parse_known_args()
+    if options.parts:
+        try:
+            keep(joined(options.parts))
+        except UsageError as exc:
+            print(exc, file=sys.stderr)
+            return 1
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [
@@ -82,12 +127,10 @@ def main() -> int:
             "--report",
             str(report),
         ]
-        code = subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
+        code = subprocess.run([*command, *pytest_words], cwd=ROOT).returncode
         if code != 0:
             return code
-        print(
-            write_result(RESULTS, "gpu", result_of(json.loads(report.read_text(encoding="utf-8")), gpu(), versions()))
-        )
+        keep(json.loads(report.read_text(encoding="utf-8")))
     return 0
 
 

@@ -220,6 +220,12 @@ def test_what_is_no_whole_clip_is_shown_and_not_saved_and_the_job_is_kept(
     assert smoke.files() == ONE_CLIP and len(smoke.server.created) == 1
 
 
+def test_a_job_that_takes_too_long_is_named_with_where_it_was_last_seen(smoke: Smoke) -> None:
+    smoke.server.hold.set()
+    _, err = smoke("--timeout", "2", code=ServerError.exit_code)
+    assert "job video_1, last seen denoising 3/8, was not done after 2 s" in " ".join(err.split()), err
+
+
 @pytest.mark.parametrize("fault", ["mute", "short", "cut"])
 def test_a_clip_that_is_not_what_was_asked_for_gets_no_name_and_the_next_run_makes_another(
     smoke: Smoke, clips: dict[str, Path], fault: str

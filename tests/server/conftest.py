@@ -30,6 +30,7 @@ from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.command import ServerCommand, server_command
+from vllm_h3_plugin.serving.limits import Limits
 from vllm_h3_plugin.serving.profile import Profile, load_profile
 from vllm_h3_plugin.serving.server import Server
 
@@ -39,6 +40,8 @@ READY_S = 420
 """Generous: a machine that starts two servers and lints at once needs minutes to import vLLM."""
 HANGS_S = 180
 """Only what never comes takes this long; a machine that has much else to do must not be taken for one that hangs."""
+PATIENCE = Limits(total_s=2 * HANGS_S, stall_s=120)
+"""Of a test's client, so that a clip that never comes is named with what its job was last seen at."""
 MOST_STEPS = 199
 """Denoise steps that both hosts make; 0.30 makes 200."""
 
@@ -111,7 +114,7 @@ class Servers:
     def ready(self, server: Server, *, stock: bool = False) -> Running:
         """Wait for a launched server."""
         info = wait_stock(server) if stock else server.wait_ready(READY_S)
-        client = self._stack.enter_context(VideoClient(server.command.url, timeout_s=120))
+        client = self._stack.enter_context(VideoClient(server.command.url, limits=PATIENCE))
         cache = Path(server.command.environment["H3_CACHE_DIR"])
         return Running(server, client, server.command.url, info, self._logs[server], cache)
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.processes import assert_gone
 from tests.server import wire
-from tests.server.conftest import BUSY, HANGS_S, READY_S, Running, Servers, request
+from tests.server.conftest import BUSY, HANGS_S, PATIENCE, READY_S, Running, Servers, request
 from tests.server.ray_nodes import HEAD, RayNodes
 from tests.server.test_jobs import SOON, Jobs
 from tests.server.test_ranks import MOST_PIXEL, MOST_SOUND, cut_between, differences, until
@@ -55,7 +55,7 @@ class ClusterJobs(Jobs):
         )
         self.server.wait_ready(READY_S)
         self.http = httpx.Client(base_url=self.server.command.url, timeout=120)
-        self.client = VideoClient(self.server.command.url, timeout_s=120)
+        self.client = VideoClient(self.server.command.url, limits=PATIENCE)
 
     @property
     def ranks(self) -> dict[int, dict]:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import BUSY, HANGS_S, MOST_STEPS, READY_S, Servers, caller_who_leaves, request
+from tests.server.conftest import BUSY, HANGS_S, MOST_STEPS, PATIENCE, READY_S, Servers, caller_who_leaves, request
 from vllm_h3_plugin.pins import HostPin
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
 from vllm_h3_plugin.serving.profile import Profile
@@ -43,7 +43,7 @@ class Jobs:
         )
         self.server.wait_ready(READY_S)
         self.http = httpx.Client(base_url=self.server.command.url, timeout=120)
-        self.client = VideoClient(self.server.command.url, timeout_s=120)
+        self.client = VideoClient(self.server.command.url, limits=PATIENCE)
 
     def stop(self) -> None:
         """Close the connections."""

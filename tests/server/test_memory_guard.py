@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.conftest import BUSY, HANGS_S, READY_S, Servers, request
+from tests.server.conftest import BUSY, HANGS_S, PATIENCE, READY_S, Servers, request
 from vllm_h3_plugin.errors import BusyError, ServerError
 from vllm_h3_plugin.memory.system import AVAILABLE_HOOK, GIB
 from vllm_h3_plugin.serving.client import VideoClient, VideoRequest
@@ -89,7 +89,7 @@ def guarded_server(servers: Servers, checkpoint: Path, **update: object) -> Iter
     guarded = Guarded(
         server,
         httpx.Client(base_url=url, timeout=HANGS_S, headers={"Authorization": f"Bearer {KEY}"}),
-        VideoClient(url, timeout_s=120, api_key=KEY),
+        VideoClient(url, limits=PATIENCE, api_key=KEY),
         run_dir,
     )
     guarded.available(PLENTY)

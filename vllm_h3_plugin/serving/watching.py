@@ -51,6 +51,11 @@ class Watch:
     steps: int | None
     percent: int | None = None
 
+    def __str__(self) -> str:
+        """In words, for an error."""
+        where = self.phase or self.status
+        return where if self.steps is None else f"{where} {self.step}/{self.steps}"
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -100,8 +105,9 @@ def watch(
     pace = _Pace()
     away_since: float | None = None
     attempt = 0
+    last = ""
     while True:
-        deadline.check(f"job {job_id}")
+        deadline.check(f"job {job_id}{last}")
         job: dict[str, Any] | None = None
         try:
             answer = ask(http, deadline, "GET", f"/v1/videos/{quote(job_id, safe='')}")
@@ -120,6 +126,7 @@ def watch(
             if job["status"] not in _GOES_ON:
                 return job
             seen = _look(http, job, now - began, deadline)
+            last = f", last seen {seen},"
             left = pace.seconds_left(job, seen)
             if left is not None:
                 deadline.expect(left)

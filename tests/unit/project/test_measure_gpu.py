@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from tools.measure_gpu import result_of
+import pytest
+
+from tools.measure_gpu import joined, result_of
+from vllm_h3_plugin.errors import UsageError
 
 SERVER = {
     "ready_s": 40.0,
@@ -35,3 +40,30 @@ def test_tests_of_what_the_device_has_not_are_told_and_not_counted_as_passed() -
 
 def test_nothing_is_said_where_nothing_was_left_out() -> None:
     assert result_of(report(), "one GPU", {"torch": "2"}).notes.startswith("Synthetic")
+
+
+def test_parts_of_a_run_are_one_report(tmp_path: Path) -> None:
+    first, second = report("fa4: no package"), report()
+    first["figures"] = {"plugin-fp8": SERVER}
+    for name, part in (("first", first), ("second", second)):
+        (tmp_path / name).write_text(json.dumps(part))
+    whole = joined([tmp_path / "first", tmp_path / "second"])
+    assert whole["counts"] == {"passed": 14}
+    assert set(whole["figures"]) == set(second["figures"])
+    assert [skip["reason"] for skip in whole["could_not_run"]] == ["fa4: no package"]
+
+
+def test_a_part_in_which_a_test_failed_is_refused_by_name(tmp_path: Path) -> None:
+    part = report() | {"counts": {"passed": 7, "failed": 1, "errors": 1}}
+    (tmp_path / "part").write_text(json.dumps(part))
+    with pytest.raises(UsageError, match=r"2 tests failed in .*part"):
+        joined([tmp_path / "part"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_what_is_no_report_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "part").write_text(text)
+    with pytest.raises(UsageError, match="part is no report of tests"):
+        joined([tmp_path / "part"])
+    with pytest.raises(UsageError, match="gone is no report"):
+        joined([tmp_path / "gone"])
