@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
 from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
+from vllm_h3_plugin.data import data_path
 from vllm_h3_plugin.errors import CheckpointError, HostError, RecipeError, ServerError, SettingsError
 from vllm_h3_plugin.host.cluster import network
 from vllm_h3_plugin.host.cluster.environment import handed_over, take
@@ -73,6 +76,26 @@ def test_a_copy_is_the_same_checkpoint_until_a_byte_of_it_changes(tmp_path: Path
 
 def test_recipes_are_told_apart_by_what_they_say() -> None:
     assert recipe_facts("fp8") == recipe_facts("fp8") != recipe_facts("bf16")
+    assert recipe_facts("fp8") != recipe_facts("fp8-vision-fp32")
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"name": "ours", "description": "The same."}, True),
+        ({"attention": "fp8"}, False),
+        ({"adaln": "resident"}, False),
+        ({"method": None, "rules": [{"match": "**", "precision": "bf16", "why": "All of it."}]}, False),
+    ],
+)
+def test_a_recipe_is_what_it_decides_and_not_what_it_is_called(
+    tmp_path: Path, change: dict[str, Any], same: bool
+) -> None:
+    packaged = json.loads((data_path("quant") / "fp8.json").read_text())
+    for rule in packaged["rules"]:
+        rule["why"] += " Or so."
+    (tmp_path / "ours.json").write_text(json.dumps(packaged | change))
+    assert (recipe_facts(str(tmp_path / "ours.json")) == recipe_facts("fp8")) is same
 
 
 def test_secrets_and_paths_of_one_machine_stay_there() -> None:

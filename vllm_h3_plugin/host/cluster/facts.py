@@ -6,12 +6,14 @@ from __future__ import annotations
 import mmap
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from vllm_h3_plugin.errors import CheckpointError, HostError, RecipeError
 
+_WORDS = frozenset({"name", "description", "source", "rules"})
+"""Of a recipe's fields, those that change nothing, and the rules, which have words of their own."""
 _PACKAGES = ("vllm", "vllm-omni", "torch", "ray")
 
 
@@ -88,14 +90,15 @@ def _whole(update: Callable[[bytes], object], path: Path) -> None:
 
 
 def recipe_facts(name: str) -> str:
-    """Digest of a recipe's rules."""
+    """Digest of all that a recipe decides; how it is called and explained and where it lies may differ."""
     from blake3 import blake3
 
     from vllm_h3_plugin.quantization.recipe import load_recipe
 
     recipe = load_recipe(name)
-    rules = [(rule.match, rule.precision.value) for rule in recipe.rules]
-    return blake3(repr((recipe.adaln.value, rules)).encode()).hexdigest()
+    said = [(field.name, getattr(recipe, field.name)) for field in fields(recipe) if field.name not in _WORDS]
+    rules = [(rule.match, rule.precision) for rule in recipe.rules]
+    return blake3(repr((said, rules)).encode()).hexdigest()
 
 
 def require_same(found: Sequence[NodeFacts]) -> None:
