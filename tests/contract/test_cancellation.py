@@ -32,18 +32,34 @@ def stop(job_id: str) -> JobWorker:
     return worker
 
 
-def test_only_the_named_job_stops_and_only_until_it_is_taken_back() -> None:
+def test_only_named_jobs_stop() -> None:
     cancellation, dit = Cancellation(), torch.nn.Identity()
     cancellation.install(dit)
     worker = stop("video_gen_1")
     with cancellation.request("video_gen_2-abc"):
         dit(torch.zeros(1))
-    with pytest.raises(RequestCancelledError), cancellation.request("video_gen_1-abc"):
-        dit(torch.zeros(1))
-    worker.resume()
-    with cancellation.request("video_gen_1-abc"):
-        dit(torch.zeros(1))
+    assert worker.stop("video_gen_3")
+    for stopped in ("video_gen_1-abc", "video_gen_3-abc"):
+        with pytest.raises(RequestCancelledError), cancellation.request(stopped):
+            dit(torch.zeros(1))
     dit(torch.zeros(1))
+
+
+def test_a_rank_that_looks_late_stops_too_whatever_was_stopped_meanwhile() -> None:
+    """Replicas come to their next look at different times, and the host tells of the end that the first one made."""
+    late = Cancellation(agree=lambda mine: mine)
+    with pytest.raises(RequestCancelledError), late.request("video_gen_1-abc"):
+        late.check()
+        for job in ("video_gen_1", "video_gen_2", "video_gen_1", *(f"video_gen_{n}" for n in range(10, 70))):
+            stop(job)
+        late.check()
+
+
+def test_the_file_does_not_grow_without_end() -> None:
+    for number in range(cancel.KEPT + 5):
+        stop(f"video_gen_{number}x")
+    path = cancel.flag()
+    assert path is not None and len(path.read_text().split()) == cancel.KEPT
 
 
 def test_a_vae_s_decoder_is_stopped_between_two_tiles() -> None:

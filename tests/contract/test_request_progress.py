@@ -100,7 +100,6 @@ def test_a_folder_that_cannot_be_written_costs_no_request_and_leaves_nothing_tha
     progress.phase("encoding text")
     assert written()["phase"] == "encoding text"
     assert JobWorker().stop("video_gen_1")
-    JobWorker().resume()
 
 
 def test_loading_tells_bytes_and_the_next_phase_forgets_them(progress: Progress) -> None:

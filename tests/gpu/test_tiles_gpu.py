@@ -73,15 +73,16 @@ def test_a_batch_takes_no_more_than_is_predicted(found: Any) -> None:
 
 @contextmanager
 def only(nbytes: int, device: torch.device) -> Iterator[None]:
-    """Leave so many bytes of the device to this process."""
+    """Leave so many bytes of the device to this process, which is named by its index: torch takes no other here."""
+    index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     share = (torch.cuda.memory_reserved(device) + nbytes) / total
-    torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
 
 
 @torch.inference_mode()

@@ -3,6 +3,9 @@
 
 0.30 hands its pipelines a signal of its own; 0.28 has nothing inside a forward. One file in ``H3_RUN_DIR`` serves both:
 the API process writes the job's id into it, and the worker looks for the file between steps. A look costs one ``stat``.
+
+An id stays there when its job has ended. The host tells of an end as soon as one rank does, and replicas come to their
+next look at different times: an id that was taken away then would leave the slower one working for nobody.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from vllm_h3_plugin.host.worker_memory import Allocator, any_rank
 logger = init_logger(__name__)
 
 FLAG = "cancel"
+KEPT = 64
+"""Ids in the file, the last that were stopped. Ids of jobs are not used again."""
 
 
 class RequestCancelledError(RuntimeError):
@@ -33,9 +38,25 @@ class RequestCancelledError(RuntimeError):
 
 
 def flag() -> Path | None:
-    """The file that names the job to stop; None without a run folder."""
+    """The file that names the jobs to stop, one a line; None without a run folder."""
     folder = run_state.run_dir()
     return None if folder is None else folder / FLAG
+
+
+def add(job_id: str) -> bool:
+    """Name one more job there. False: there is no file to name it in, or no room."""
+    path = flag()
+    if path is None:
+        return False
+    temporary = path.with_name(f".{path.name}")
+    try:
+        named = path.read_text(encoding="utf-8").split() if path.exists() else []
+        named = [*(other for other in named if other != job_id), job_id][-KEPT:]
+        temporary.write_text("\n".join(named), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return False
+    return True
 
 
 class Cancellation:
@@ -48,6 +69,8 @@ class Cancellation:
         """
         self._path = flag()
         self._request = ""
+        self._seen: tuple[int, ...] | None = None
+        self._jobs: tuple[str, ...] = ()
         self._agree = agree
         self._allocator = Allocator(device)
 
@@ -90,14 +113,19 @@ class Cancellation:
 
     def asked(self) -> bool:
         """Whether this request is to be stopped, as far as this rank knows."""
-        if self._path is None or not os.path.exists(self._path):
+        if self._path is None:
             return False
         try:
-            job = self._path.read_text(encoding="utf-8")
+            found = os.stat(self._path)
+            # Each change is a new file, renamed into its place.
+            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if self._seen != seen:
+                self._jobs = tuple(self._path.read_text(encoding="utf-8").split())
+                self._seen = seen
         except FileNotFoundError:
             return False
         # The host makes JOB-UUID of a job's id (vllm_omni/entrypoints/async_omni.py, _get_unique_request_id).
-        return bool(job) and self._request.startswith(job)
+        return any(self._request.startswith(job) for job in self._jobs)
 
     def _stop_if(self, asked: bool) -> None:
         if asked:

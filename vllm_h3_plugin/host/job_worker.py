@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from vllm_h3_plugin.host import cancel, run_state
@@ -31,23 +30,7 @@ class JobWorker:
     def stop(self, job_id: str) -> bool:
         """Leave the job's id where every rank looks between its steps. False: there is no run folder to leave it in, or
         no room."""
-        path = cancel.flag()
-        if path is None:
-            return False
-        temporary = path.with_name(f".{path.name}")
-        try:
-            temporary.write_text(job_id, encoding="utf-8")
-            temporary.replace(path)
-        except OSError:
-            return False
-        return True
-
-    def resume(self) -> None:
-        """Take it away again."""
-        path = cancel.flag()
-        if path is not None:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        return cancel.add(job_id)
 
     def explain(self, error: Exception) -> Failure:
         """See :func:`~vllm_h3_plugin.host.video_order.explain`."""

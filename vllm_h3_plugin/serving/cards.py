@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_h3_plugin.errors import SettingsError
 from vllm_h3_plugin.placement.hosting import Hosting, hosting
-from vllm_h3_plugin.placement.roles import role_map
+from vllm_h3_plugin.placement.roles import ALL, RoleMap, role_map
 from vllm_h3_plugin.placement.visible import check_count, visible_cards
 from vllm_h3_plugin.serving.profile import Profile
 
@@ -18,12 +18,20 @@ if TYPE_CHECKING:
 
 
 def placement_of(profile: Profile) -> Hosting | None:
-    """How the profile's role map is run; None if it has none.
+    """How the profile's role map is run; None on one card without a map.
 
     Raises:
         SettingsError: the map is wrong, or neither host nor plugin can run it.
     """
-    return None if profile.roles is None else hosting(role_map(profile.roles, profile.devices))
+    roles = _roles_of(profile)
+    return None if roles is None else hosting(roles)
+
+
+def _roles_of(profile: Profile) -> RoleMap | None:
+    """Several cards without a map share all that can be cut: the host would have each make every clip on its own."""
+    if profile.roles is not None:
+        return role_map(profile.roles, profile.devices)
+    return role_map(ALL, profile.devices) if profile.devices > 1 else None
 
 
 def check_cards(profile: Profile, name: str, environ: Mapping[str, str], host: str) -> None:
@@ -88,24 +96,24 @@ def check_room_on_cards(profile: Profile, inventory: Inventory) -> list[str]:
     """Hold the role map against the model: heads, and bytes on each card.
 
     Returns:
-        Sentences for people: how the host departs from the map, and what lies on each card. None without a map.
+        Sentences for people: how the host departs from the map, and what lies on each card. None on one card without
+        a map; no bytes where several cards have none, whose ``card_gib`` nobody has set.
 
     Raises:
         SettingsError: heads that do not divide.
         RecipeError: a card would hold more than it has; with the numbers and the recipe that would fit.
     """
-    if profile.roles is None:
+    roles = _roles_of(profile)
+    if roles is None:
         return []
     from vllm_h3_plugin.memory.weights import shapes_of
     from vllm_h3_plugin.placement.fit import check_fit
     from vllm_h3_plugin.quantization.recipe import load_recipe
 
-    roles, shapes = role_map(profile.roles, profile.devices), shapes_of(inventory)
+    shapes, placed = shapes_of(inventory), hosting(roles)
     roles.check_shapes(shapes.dit, shapes.text)
-    placed = hosting(roles)
-    found = check_fit(
-        placed, roles.cards, shapes, load_recipe(profile.recipe), profile.card_gib, stages=profile.resident == "stage"
-    )
+    recipe, stages = load_recipe(profile.recipe), profile.resident == "stage"
+    found = check_fit(placed, roles.cards, shapes, recipe, profile.card_gib, stages=stages) if profile.roles else []
     lines = [*(f"role map {roles.name}: {departure}" for departure in placed.departures), *map(str, found)]
     # Where each card is on a node of its own, a card's number is the node's.
     return [re.sub(r"\bcard(s?)\b", r"node\1", line) for line in lines] if profile.executor == "ray" else lines

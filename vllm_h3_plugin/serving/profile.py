@@ -40,7 +40,8 @@ class Profile(BaseModel):
     )
     roles: str | dict[str, tuple[int, ...]] | None = Field(
         default=None,
-        description="Which cards each part is on: one, two, two-resident, four, all, or part -> cards under [roles].",
+        description="Which cards each part is on: one, two, two-resident, four, all, or part -> cards under [roles]. "
+        "Unset with several devices: all.",
     )
     card_gib: float = Field(default=64.0, gt=0, description="GiB of memory of one card, where the profile has roles.")
     resident: Literal["all", "stage"] = Field(

@@ -40,9 +40,6 @@ class FakeWorker:
             self.orders[job_id].end.set()
         return True
 
-    def resume(self) -> None:
-        pass
-
     def explain(self, error: Exception) -> Failure:
         return Failure("generation_failed", str(error))
 

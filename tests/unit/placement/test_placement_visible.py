@@ -227,3 +227,22 @@ def test_room_on_the_cards_is_looked_at_before_the_start(tmp_path: Path) -> None
     small = profile.with_flags({"card_gib": 0.001})
     with pytest.raises(RecipeError, match="does not fit on card 0, card 1, card 2, card 3"):
         check_room_on_cards(small, inventory)
+
+
+def test_several_cards_without_a_map_share_all_that_can_be_cut(tmp_path: Path) -> None:
+    """The host would have each of them make every clip on its own. Nobody has set ``card_gib`` for them."""
+    from vllm_h3_plugin.checkpoint.inventory import take_inventory
+    from vllm_h3_plugin.checkpoint.synthetic.spec import SynthSpec
+    from vllm_h3_plugin.checkpoint.synthetic.writer import write_checkpoint
+    from vllm_h3_plugin.serving.cards import check_room_on_cards, placement_of
+
+    two = Profile(description="x", devices=2, card_gib=0.001)
+    placed = placement_of(two)
+    assert placed is not None
+    assert placed.options() == ("--usp", "2", "--text-encoder-tp-size", "2", "--vae-patch-parallel-size", "2")
+    assert placement_of(Profile(description="x")) is None
+    inventory = take_inventory(write_checkpoint(tmp_path, SynthSpec(partition="fl2va")).partitions[0], None)
+    assert all("role map all" in line for line in check_room_on_cards(two, inventory))
+    with pytest.raises(SettingsError, match="the DiT is on 3 cards: they do not divide its 4") as caught:
+        check_room_on_cards(two.with_flags({"devices": 3}), inventory)
+    assert "Use one of 1, 2, 4 cards" in caught.value.fix

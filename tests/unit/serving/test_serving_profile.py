@@ -101,7 +101,7 @@ def test_every_key_that_has_a_flag_reaches_the_command(tmp_path: Path) -> None:
     for part in (
         "--task-type ref2va",
         "--distributed-executor-backend mp",
-        "--num-gpus 2",
+        "--num-gpus 2 --usp 2 --text-encoder-tp-size 2 --vae-patch-parallel-size 2",
         "--diffusion-attention-backend TORCH_SDPA",
         "--enforce-eager",
     ):

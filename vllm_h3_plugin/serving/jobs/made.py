@@ -68,9 +68,6 @@ class Worker(Protocol):
             False: it cannot be told, and the order must be cancelled.
         """
 
-    def resume(self) -> None:
-        """Take that back: the job has ended."""
-
     def explain(self, error: Exception) -> Failure:
         """What an error of :meth:`Order.make` means to the caller."""
 

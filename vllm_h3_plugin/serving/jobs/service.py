@@ -323,7 +323,6 @@ class JobService:
         finally:
             self._running = None
             self.view.forget(job)
-            self._worker.resume()
 
     async def _end(self, job: Job) -> None:
         try:
