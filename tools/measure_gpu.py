@@ -30,6 +30,8 @@ COLUMNS = {
     "loaded_mib": "GPU memory loaded, MiB",
     "after_request_mib": "after requests, MiB",
 }
+PEAKS = "request_peaks"
+"""Beside the servers: what the FP8 server's requests took and what was predicted, by size."""
 
 
 def gpu() -> str:
@@ -40,7 +42,8 @@ def gpu() -> str:
 
 def result_of(report: dict[str, Any], hardware: str, versions: dict[str, str]) -> Result:
     """The measurement from a test report of the GPU tests."""
-    figures = report["figures"]
+    figures = dict(report["figures"])
+    peaks = figures.pop(PEAKS, {})
     rows = [{"Server": name} | {COLUMNS[key]: found[key] for key in COLUMNS} for name, found in figures.items()]
     ratios: dict[str, float | None] = {
         f"{recipe}_{key}_over_stock": round(figures[f"plugin-{recipe}"][key] / figures[f"stock-{recipe}"][key], 3)
@@ -48,6 +51,10 @@ def result_of(report: dict[str, Any], hardware: str, versions: dict[str, str]) -
         for key in ("first_request_s", "later_request_s", "loaded_mib")
     }
     ratios["tests_passed"] = report["counts"].get("passed", 0)
+    of_denoise = [peak["predicted_mib"]["denoise"] / peak["measured_mib"] for peak in peaks.values()]
+    if of_denoise:
+        ratios["denoise_peak_predicted_over_measured_most"] = round(max(of_denoise), 3)
+        ratios["denoise_peak_predicted_over_measured_least"] = round(min(of_denoise), 3)
     return Result(
         title="GPU tests, and the real server beside the stock host",
         command="make test-gpu",
@@ -59,7 +66,8 @@ def result_of(report: dict[str, Any], hardware: str, versions: dict[str, str]) -
         notes=_left_out(report["could_not_run"])
         + "Synthetic checkpoint of the real widths with 4 of 50 blocks and 2 of 50 text layers; 768x448, "
         "124 frames, 4 steps. Times are whole requests seen by the client, encoding included; memory is that of the "
-        "whole GPU. The stock host quantizes per tensor and AdaLN too; the plugin keeps AdaLN in BF16.",
+        "whole GPU. The stock host quantizes per tensor and AdaLN too; the plugin keeps AdaLN in BF16, as a table."
+        + _peaks(peaks),
     )
 
 
@@ -70,6 +78,14 @@ def _left_out(skips: list[dict[str, Any]]) -> str:
         reasons[skip["reason"]] = reasons.get(skip["reason"], 0) + 1
     told = "; ".join(f"{reason} ({count} {'test' if count == 1 else 'tests'})" for reason, count in reasons.items())
     return f"Left out: {told}. " if told else ""
+
+
+def _peaks(peaks: dict[str, Any]) -> str:
+    told = "; ".join(
+        f"{size}: {peak['measured_mib']} MiB measured, {peak['predicted_mib']['denoise']} predicted"
+        for size, peak in peaks.items()
+    )
+    return f" Peaks of the FP8 server's requests beside the denoise phase's prediction: {told}." if told else ""
 
 
 def joined(parts: Sequence[Path]) -> dict[str, Any]:

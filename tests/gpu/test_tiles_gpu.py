@@ -53,7 +53,15 @@ def found(device: torch.device, folder: Path) -> Any:
     return measure(Options(folder, SIZE, (None, 5), rounds=1), device)
 
 
+def test_the_hosts_operators_have_plain_torchs_bits_on_this_device(device: torch.device) -> None:
+    """Otherwise the decoder's blocks compute more slowly than they could: look at what the probe says."""
+    from vllm_h3_plugin.host.decoder_operators import operators_on
+
+    assert all(tried.ok for tried in operators_on(device).probes), operators_on(device).probes
+
+
 def test_batches_are_near_the_hosts_way_on_seams_as_elsewhere(found: Any) -> None:
+    assert found.steps == "the host's operators, given by the plugin"
     _, auto, five = found.columns
     assert not auto.note and not five.note
     assert (auto.decoded["batch"], five.decoded["batch"]) == (TILES, 5)

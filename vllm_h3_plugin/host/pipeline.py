@@ -21,7 +21,7 @@ from vllm_h3_plugin import __version__, settings
 from vllm_h3_plugin.attention.low_bit import MAX_TOKENS
 from vllm_h3_plugin.checkpoint.shared_base import SharedBase
 from vllm_h3_plugin.errors import UsageError
-from vllm_h3_plugin.host import reference_media, run_state
+from vllm_h3_plugin.host import decoder_operators, reference_media, run_state
 from vllm_h3_plugin.host.adaln import AdalnTables
 from vllm_h3_plugin.host.adaln_modules import adaln_from_tables
 from vllm_h3_plugin.host.adapters import CheckedAdapters, rules_at_start
@@ -116,6 +116,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
         watch = MemoryWatch.for_session(session, device)
         watch.check_start(predict_resident(session.inventory, session.plan).load_peak_bytes + adapters.own_bytes)
         require_snapshot(session, values)
+        operators = decoder_operators.offer(device)
         with (
             streamed_vaes(
                 session.inventory.partitions,
@@ -146,6 +147,8 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
             watch.install(dit)
             self._cancel.install(dit)
         self._cancel.install_local(_tile_decoder(self.video_vae))
+        self._decoder_steps = decoder_operators.install(self.video_vae, operators)
+        logger.info("the video VAE's decoder runs with %s", self._decoder_steps)
         self._tiles = TileBatches(
             self.video_vae,
             most=values.decode_batch,
@@ -240,7 +243,6 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
             "most_tokens": MAX_TOKENS.get(session.plan.recipe.attention),
             "step": self._step.facts(),
             "step_flops": asdict(step_flops(model_configs(session.inventory)[0])),
-            "decode": self._tiles.facts(),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
@@ -258,7 +260,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
 
     def _publish(self) -> None:
         self._facts["stages"] = self._hot.facts() if self._hot else None
-        self._facts["decode"] = self._tiles.facts()
+        self._facts["decode"] = {**self._tiles.facts(), "steps": self._decoder_steps}
         self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 

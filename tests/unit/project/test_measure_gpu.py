@@ -42,6 +42,19 @@ def test_nothing_is_said_where_nothing_was_left_out() -> None:
     assert result_of(report(), "one GPU", {"torch": "2"}).notes.startswith("Synthetic")
 
 
+def test_peaks_of_requests_are_ratios_and_no_server() -> None:
+    part = report()
+    part["figures"]["request_peaks"] = {
+        "768x448, 124 frames": {"predicted_mib": {"denoise": 150}, "measured_mib": 100},
+        "1344x768, 124 frames": {"predicted_mib": {"denoise": 240}, "measured_mib": 200},
+    }
+    made = result_of(part, "one GPU", {"torch": "2"})
+    assert [row["Server"] for row in made.rows] == ["plugin-fp8", "plugin-bf16", "stock-fp8", "stock-bf16"]
+    assert made.ratios["denoise_peak_predicted_over_measured_most"] == 1.5
+    assert made.ratios["denoise_peak_predicted_over_measured_least"] == 1.2
+    assert "768x448, 124 frames: 100 MiB measured, 150 predicted" in made.notes
+
+
 def test_parts_of_a_run_are_one_report(tmp_path: Path) -> None:
     first, second = report("fa4: no package"), report()
     first["figures"] = {"plugin-fp8": SERVER}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding one clip: the stock host's video VAE, tile by tile, and the same one with tiles in batches.
 
-One VAE in one process, built by the host's own adapter; only what decodes its tiles is exchanged. Two times each: of
-``decode_latent`` alone, and from latents to frames in host memory, as each side does it: the host as RGB bytes once
+Two VAEs of one folder in one process, both built by the host's own adapter: the second with what the plugin gives its
+decoder. Two times each: of ``decode_latent`` alone, and from latents to frames in host memory, as each side does it: the host as RGB bytes once
 all is decoded, the plugin as luma and chroma bytes while it decodes.
 """
 
@@ -22,6 +22,7 @@ from vllm_omni.diffusion.models.minimax_h3 import vae as host_vae
 from vllm_omni.platforms import current_omni_platform
 
 from vllm_h3_plugin import settings
+from vllm_h3_plugin.host import decoder_operators
 from vllm_h3_plugin.host.bench.apart import Apart, compare
 from vllm_h3_plugin.host.bench.clock import in_turns, reason_of, wall_ms
 from vllm_h3_plugin.host.clips import Recording
@@ -81,13 +82,15 @@ class Found:
 
     Attributes:
         parameters: of the VAE's decoder.
-        optimized: whether the host put its own operators into it.
+        optimized: whether the host puts its own operators into it.
+        steps: what the plugin's runs with, in words.
         tiles: of one temporal clip.
     """
 
     size: RequestSize
     parameters: int = 0
     optimized: bool = False
+    steps: str = ""
     tiles: int = 0
     columns: list[Column] = field(default_factory=list)
 
@@ -115,12 +118,16 @@ def measure(
 ) -> Found:
     """Build the VAE and measure every column. Needs ``single_rank`` around it."""
     starts("building the video VAE")
-    vae = build(options.folder, device)
+    stock = build(options.folder, device)
     found = Found(options.size)
-    found.parameters = sum(value.numel() for value in vae.model.decoder.parameters())
-    found.optimized = bool(getattr(vae.model.decoder, "_omni_h3_vae_optimizations_installed", False))
-    bench = _Bench(vae, options.size, device)
-    found.tiles = int(vae._decoder_tile_count(bench.latent))
+    found.parameters = sum(value.numel() for value in stock.model.decoder.parameters())
+    found.optimized = bool(getattr(stock.model.decoder, "_omni_h3_vae_optimizations_installed", False))
+    # After the stock one, which the host must not give what it has on no such device.
+    operators = decoder_operators.offer(device)
+    plugins = build(options.folder, device)
+    found.steps = decoder_operators.install(plugins, operators)
+    bench = _Bench(stock, plugins, options.size, device)
+    found.tiles = int(stock._decoder_tile_count(bench.latent))
     ways: dict[str, tuple[bool, int | None]] = {STOCK: (False, None)}
     ways |= {column_name(batch): (True, batch) for batch in options.batches}
     shown: torch.Tensor | None = None
@@ -173,8 +180,8 @@ def build(folder: Path, device: torch.device) -> Any:
 
 
 class _Bench:
-    def __init__(self, vae: Any, size: RequestSize, device: torch.device) -> None:
-        self._vae, self._size, self._device = vae, size, device
+    def __init__(self, stock: Any, plugins: Any, size: RequestSize, device: torch.device) -> None:
+        self._stock, self._plugins, self._size, self._device = stock, plugins, size, device
         self._old = installed_host().vllm_omni == "0.28.0"
         self._system = probe(device.type)
         numbers = torch.Generator().manual_seed(0)
@@ -189,33 +196,33 @@ class _Bench:
             yield None
             return
         room = room_on(self._device, self._system, Thresholds.from_settings(settings.load()).floor)
-        tiles = TileBatches(self._vae, most=batch, room=room, streaming=not self._old)
+        tiles = TileBatches(self._plugins, most=batch, room=room, streaming=not self._old)
         tiles.begin(self.latent)
         try:
             yield tiles
         finally:
             tiles.remove()
 
-    def _decode(self) -> torch.Tensor:
+    def _decode(self, vae: Any) -> torch.Tensor:
         with current_omni_platform.create_autocast_context(
             device_type=self._device.type, dtype=torch.float16, enabled=True
         ):
-            frames: torch.Tensor = self._vae.decode_latent(self.latent)
+            frames: torch.Tensor = vae.decode_latent(self.latent)
         return frames
 
     def _stock_bytes(self) -> Any:
-        return host_pipeline._prepare_minimax_h3_video_output(self._decode()).cpu()
+        return host_pipeline._prepare_minimax_h3_video_output(self._decode(self._stock)).cpu()
 
     def _our_bytes(self) -> Any:
         kept: Any = _Kept()
         recording = Recording(kept, self._size.height, self._size.width)
-        if self._old or not callable(getattr(self._vae, "decode_with_chunks", None)):
-            recording.add(self._decode())
+        if self._old or not callable(getattr(self._plugins, "decode_with_chunks", None)):
+            recording.add(self._decode(self._plugins))
         else:
             with current_omni_platform.create_autocast_context(
                 device_type=self._device.type, dtype=torch.float16, enabled=True
             ):
-                self._vae.decode_with_chunks(self.latent, on_chunk=recording.add)
+                self._plugins.decode_with_chunks(self.latent, on_chunk=recording.add)
         return kept.all()
 
     def look(self, column: Column, ours: bool, batch: int | None) -> tuple[torch.Tensor, Column]:
@@ -227,7 +234,7 @@ class _Bench:
             torch.cuda.reset_peak_memory_stats(self._device)
             before = torch.cuda.memory_allocated(self._device)
         with self._way(ours, batch) as tiles:
-            frames = self._decode()
+            frames = self._decode(self._plugins if ours else self._stock)
             told = None if tiles is None else tiles.told()
             if tiles is not None and told is None and batch != 1:
                 column = replace(column, note=tiles.reason)
@@ -239,7 +246,7 @@ class _Bench:
     def decode_ms(self, ours: bool, batch: int | None) -> float:
         """Of ``decode_latent``."""
         with self._way(ours, batch):
-            return wall_ms(self._decode, self._device)
+            return wall_ms(partial(self._decode, self._plugins if ours else self._stock), self._device)
 
     def bytes_ms(self, ours: bool, batch: int | None) -> float:
         """Until the frames lie in host memory as bytes."""
@@ -250,7 +257,7 @@ class _Bench:
         """Where tiles overlap: ``[H, W]``, bool."""
         mask = torch.zeros(self._size.height, self._size.width, dtype=torch.bool)
         for side, length in ((0, self._size.height), (1, self._size.width)):
-            starts, lengths, _ = self._vae.model.split_tiles(length, True)
+            starts, lengths, _ = self._stock.model.split_tiles(length, True)
             for start, (before, long) in zip(starts[1:], zip(starts, lengths, strict=False), strict=False):
                 mask.narrow(side, start, max(0, before + long - start)).fill_(True)
         return mask
