@@ -32,3 +32,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def single_precision(device: torch.device, one_thread: None) -> Iterator[None]:
+    """As the pipeline decodes: whatever the default dtype, the VAE is FP32 under FP16 autocast."""
+    import torch
+
+    outside = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    yield
+    torch.set_default_dtype(outside)

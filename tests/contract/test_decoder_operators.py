@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +15,7 @@ from vllm_h3_plugin.checkpoint.synthetic import tiny_vit
 from vllm_h3_plugin.checkpoint.synthetic.vaes import write_vaes
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _single_precision(device: torch.device, one_thread: None) -> Iterator[None]:
-    """As the pipeline decodes: whatever the default dtype, the VAE is FP32 under FP16 autocast."""
-    outside = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(outside)
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.fixture(scope="module")

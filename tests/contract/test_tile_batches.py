@@ -21,16 +21,8 @@ from vllm_h3_plugin.host.job_worker import JobWorker
 from vllm_h3_plugin.pins import installed_host
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("single_precision")
 GIB = 2**30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _single_precision(device: torch.device, one_thread: None) -> Iterator[None]:
-    """As the pipeline decodes: whatever the default dtype, the VAE is FP32 under FP16 autocast."""
-    outside = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    yield
-    torch.set_default_dtype(outside)
 
 
 @pytest.fixture(scope="module")
