@@ -46,7 +46,7 @@ class Restart:
         self.go = threading.Event()
 
     def again(self) -> Any:
-        self.go.wait(30)
+        self.go.wait(180)
         raise self.fault
 
 

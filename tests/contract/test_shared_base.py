@@ -104,7 +104,7 @@ class Votes:
     """Two ranks in two threads that vote together."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=30)
+        self._barrier = threading.Barrier(2, timeout=180)
         self._said: list[bool] = []
 
     def __call__(self, mine: bool) -> bool:

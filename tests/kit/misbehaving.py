@@ -73,7 +73,7 @@ class Misbehaving:
         """Once somebody has looked at a job: go away, and come back on the same port."""
 
         def run() -> None:
-            assert self.asked.wait(20)
+            assert self.asked.wait(120)
             self.stop()
             if forget:
                 self.jobs.clear()

@@ -96,7 +96,7 @@ def test_waiting_copies_are_bounded(tmp_path: Path, monkeypatch) -> None:
     pwrite = os.pwrite
     entries = tuple(Entry(f"w{i}", "F32", (8,), (Piece(None, 0, 8),)) for i in range(8))
     with writer(tmp_path, parts={"x": entries}) as open_writer:
-        monkeypatch.setattr(os, "pwrite", lambda *args: (gate.wait(30), pwrite(*args))[1])
+        monkeypatch.setattr(os, "pwrite", lambda *args: (gate.wait(180), pwrite(*args))[1])
         done: list[int] = []
 
         def load() -> None:
@@ -109,7 +109,7 @@ def test_waiting_copies_are_bounded(tmp_path: Path, monkeypatch) -> None:
         thread.join(0.3)
         assert done == [0, 1], "each takes a page, so two fit in 8192"
         gate.set()
-        thread.join(30)
+        thread.join(180)
         folder = open_writer.commit()
     assert load_file(folder / "x.safetensors")["w7"].eq(7).all()
 

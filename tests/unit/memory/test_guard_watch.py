@@ -38,7 +38,7 @@ def watch_of(machine: Machine, **options: Any) -> Any:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline, "it never came"
         time.sleep(0.01)

@@ -71,7 +71,7 @@ def _make(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = ["make", "--no-print-directory", *words]
     inherited = {"PATH": environment.os.environ["PATH"]}
     return subprocess.run(
-        command, cwd=ROOT, env=inherited | env, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=ROOT, env=inherited | env, capture_output=True, text=True, timeout=180, check=False
     )
 
 

@@ -21,7 +21,7 @@ RUNS = 7
 
 def _python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=True)
 
 
 def _loaded_by(code: str) -> set[str]:

@@ -119,19 +119,19 @@ def test_stop_takes_the_children_along_even_if_they_ignore_sigterm(tmp_path: Pat
     program = """
     import subprocess, sys, time
     child = subprocess.Popen([sys.executable, "-c",
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"])
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"])
     print("child", child.pid, flush=True)
-    time.sleep(60)
+    time.sleep(600)
     """
     server = _server(tmp_path, program)
     with server:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while "up" not in (log := (tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         child = int(log.split("child ")[1].split()[0])
         server.stop(grace_s=1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while not _gone(child):
         assert time.monotonic() < deadline, "the child outlived its server"
         time.sleep(0.05)
@@ -144,18 +144,18 @@ import sys, time
 from pathlib import Path
 from vllm_h3_plugin.serving.command import ServerCommand
 from vllm_h3_plugin.serving.server import Server
-server = Server(ServerCommand((sys.executable, "-c", "import time; time.sleep(60)"), {{}}, "http://127.0.0.1:1"),
+server = Server(ServerCommand((sys.executable, "-c", "import time; time.sleep(600)"), {{}}, "http://127.0.0.1:1"),
                 log=Path({str(tmp_path / "log")!r}))
 server.start()
 print(server.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     child = int(process.stdout.readline())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 180
     while not _gone(child):
         assert time.monotonic() < deadline, "the server outlived its starter"
         time.sleep(0.05)
