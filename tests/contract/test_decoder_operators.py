@@ -83,7 +83,8 @@ def test_every_operator_is_what_a_block_computes_with(ours: Any, vae: Any, name:
 
 
 def test_other_decoders_keep_their_own_steps_and_the_reason_is_told(ours: Any, vae: Any) -> None:
-    assert ours.install(None, ours.PLAIN) == "there is no decoder on this rank"
+    assert ours.install(None, ours.PLAIN) == "nothing: there is no video VAE on this rank"
+    assert "no decoder by that name" in ours.install(SimpleNamespace(model=object()), ours.PLAIN)
     assert "for CUDA devices" in ours.install(vae, None)
     strange = SimpleNamespace(model=SimpleNamespace(decoder=SimpleNamespace(transformer_blocks=[torch.nn.Identity()])))
     assert "neither the released code's nor Diffusers'" in ours.install(strange, ours.PLAIN)

@@ -55,6 +55,6 @@ def _look(descriptor: int, record: TensorRecord) -> None:
         if bad:
             raise AdapterError(
                 f"adapter {record.file}: {record.name}",
-                why=f"it holds {bad} numbers that are NaN or infinite",
+                why=f"numbers that are NaN or infinite: {bad}",
                 fix="Download it again and compare its checksum; an adapter that was saved so is of no use.",
             )

@@ -28,6 +28,7 @@ _STYLES: dict[str, tuple[str, str]] = {
     "audio_vae": ("#E3B5CE", "a"),
     "vaes": ("#CC79A7", "v"),
     "transformer_ref": ("#4B3F72", "2"),
+    "adapter": ("#F0E442", "L"),
     "request": ("#D55E00", "q"),
 }
 _TEXT_WIDTH = 64

@@ -152,9 +152,11 @@ def install(vae: Any, operators: Operators | None) -> str:
     Returns:
         What the decoder's blocks run with, in words.
     """
-    decoder = getattr(getattr(vae, "model", None), "decoder", None)
+    if vae is None:
+        return "nothing: there is no video VAE on this rank"
+    decoder = getattr(vae.model, "decoder", None)
     if decoder is None:
-        return "there is no decoder on this rank"
+        return "the checkpoint's own steps: its code has no decoder by that name"
     if getattr(decoder, "_omni_h3_vae_optimizations_installed", False):
         return "the host's operators"
     if operators is None:

@@ -243,6 +243,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
             "most_tokens": MAX_TOKENS.get(session.plan.recipe.attention),
             "step": self._step.facts(),
             "step_flops": asdict(step_flops(model_configs(session.inventory)[0])),
+            "decode": self._decode_facts(),
             "encoder": None if self._encoder is None else self._encoder.as_dict(),
             "load": {**summary(loaded), "vaes": [asdict(vae) for vae in self._vaes]},
             "memory": measured_memory(self),
@@ -252,6 +253,9 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
         }
         self._publish()
 
+    def _decode_facts(self) -> dict[str, Any]:
+        return {**self._tiles.facts(), "steps": self._decoder_steps}
+
     def _pinned_steps(self) -> int | None:
         """Denoise evaluations of a checkpoint that is distilled to one number of them."""
         task = "t2va" if "t2va" in self.supported_tasks else "ref2va"
@@ -260,7 +264,7 @@ class MiniMaxH3Pipeline(CheckedAdapters, EncodesClips, host_pipeline.MiniMaxH3Pi
 
     def _publish(self) -> None:
         self._facts["stages"] = self._hot.facts() if self._hot else None
-        self._facts["decode"] = {**self._tiles.facts(), "steps": self._decoder_steps}
+        self._facts["decode"] = self._decode_facts()
         self._facts["attention_choice"] = {name: installed.facts() for name, installed in self._attention.items()}
         run_state.write(f"worker-{self._facts['rank']}.json", self._facts)
 

@@ -42,8 +42,8 @@ REASONS: dict[Break, str] = {
     "missing-layer": r"have no factors|does not change|and it holds",
     "wrong-dtype": r"it is F8_E4M3",
     "truncated": r"bytes are missing at its end",
-    "nan": r"1 numbers that are NaN or infinite",
-    "inf": r"1 numbers that are NaN or infinite",
+    "nan": r"numbers that are NaN or infinite: 1",
+    "inf": r"numbers that are NaN or infinite: 1",
     "wrong-rank": r"its rank is \d+ and that of|its rank is \d+, and this adapter's is|it was made for another width",
 }
 

@@ -129,6 +129,18 @@ def test_an_adapter_beside_the_weights_is_counted_and_a_fused_one_is_not(
     assert 0 < counted[turbo]["parts"]["adapter"] <= turbo.stat().st_size
     assert counted[turbo]["bytes"] - counted[fused]["bytes"] == counted[turbo]["parts"]["adapter"]
     assert "adapter" not in counted[fused]["parts"]
+    picture = tmp_path / "memory.png"
+    code, out, err = h3(checkpoint / "FL2VA", "--lora", turbo, "--picture", picture)
+    assert code == 0 and " L  adapter" in out and picture.is_file(), err
+
+
+def test_every_part_that_a_prediction_can_name_can_be_drawn() -> None:
+    from vllm_h3_plugin.cli.memory_chart import _STYLES
+    from vllm_h3_plugin.memory.weights import PARTS
+
+    assert set(PARTS) < set(_STYLES)
+    letters = [letter for name, (_, letter) in _STYLES.items() if name != "vaes"]  # in the place of both others
+    assert len(set(letters)) == len(letters)
 
 
 def test_both_is_not_asked_of_a_checkpoint(h3: Run, checkpoint: Path) -> None:
