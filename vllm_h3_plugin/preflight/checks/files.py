@@ -45,7 +45,8 @@ def checkpoint(found: Inventory | Unknown, path: Path | None, chosen: str | None
         return failed(
             name,
             "none was named",
-            "Give the folder: VLLM_H3_CHECKPOINT=/models/MiniMax-H3 in .env, or --checkpoint /models/MiniMax-H3/FL2VA.",
+            "Give the folder: --checkpoint /models/MiniMax-H3/FL2VA; where compose starts the server also "
+            "VLLM_H3_CHECKPOINT=/models/MiniMax-H3 in .env.",
         )
     if isinstance(found, Unknown):
         return failed(name, f"{path}: {found.reason}", "Make the folder readable for this user.")
