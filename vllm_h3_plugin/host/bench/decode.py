@@ -2,8 +2,8 @@
 """Decoding one clip: the stock host's video VAE, tile by tile, and the same one with tiles in batches.
 
 Two VAEs of one folder in one process, both built by the host's own adapter: the second with what the plugin gives its
-decoder. Two times each: of ``decode_latent`` alone, and from latents to frames in host memory, as each side does it: the host as RGB bytes once
-all is decoded, the plugin as luma and chroma bytes while it decodes.
+decoder. Two times each: of ``decode_latent`` alone, and from latents to frames in host memory, as each side does it:
+the host as RGB bytes once all is decoded, the plugin as luma and chroma bytes while it decodes.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def result(found: Found, *, command: str, subject: str) -> dict[str, Any]:
         "rows": rows(found),
         "ratios": {figure.name: figure.value for figure in every},
         "reasons": {figure.name: figure.reason for figure in every if figure.value is None},
-        "notes": f"{subject}; the stock host {own}, the plugin's runs with {found.steps}. Medians of turns, both in one "
-        "process, FP16 autocast as in the pipeline. *Until bytes* is from latents to frames in host memory: of the stock host RGB bytes after the last "
-        "clip, of the plugin luma and chroma bytes clip by clip. Differences are in levels of 255, of `decode_latent` "
-        "against the stock host's.",
+        "notes": f"{subject}; the stock host {own}, the plugin's runs with {found.steps}. Medians of turns, both in "
+        "one process, FP16 autocast as in the pipeline. *Until bytes* is from latents to frames in host memory: of the "
+        "stock host RGB bytes after the last clip, of the plugin luma and chroma bytes clip by clip. Differences are "
+        "in levels of 255, of `decode_latent` against the stock host's.",
     }
