@@ -168,7 +168,7 @@ def turbo_on_cpu(progress: Callable[[str], None]) -> Found:
     }
 
 
-def on_gpu(progress: Callable[[str], None], layers: int, width: int, height: int, frames: int) -> Found:
+def on_gpu(progress: Callable[[str], None], machine: str, layers: int, width: int, height: int, frames: int) -> Found:
     """Rows and ratios of what takes a GPU: the blocks of a step at the real width, with a Turbo adapter and without."""
     import torch
 
@@ -182,15 +182,13 @@ def on_gpu(progress: Callable[[str], None], layers: int, width: int, height: int
         raise H3Error("no CUDA device", why="torch sees none", fix="Run this where there is one.")
     register()
     size = RequestSize(width, height, frames)
-    from vllm_h3_plugin.host.bench import report
-
     with single_rank() as device, tempfile.TemporaryDirectory() as folder:
         progress(f"{layers} blocks at the real width, {size.tokens} tokens")
         found = measure_overhead(replace(DitConfig(), num_layers=layers), size, device, Path(folder))
     row: dict[str, Cell] = {
         _PART: _GPU,
         "What": f"{width}x{height}, {frames} frames, {found.tokens} tokens, {layers} of 50 blocks",
-        "On": f"{report.hardware()}; torch {torch.__version__}",
+        "On": f"{machine}; torch {torch.__version__}",
         "Without, ms": round(found.without_ms, 2),
         "With Turbo, ms": round(found.with_ms, 2),
     }
@@ -246,8 +244,12 @@ def main() -> int:
             bar.update(task, description=what)
 
         if options.gpu:
-            rows, ratios = on_gpu(progress, options.layers, options.width, options.height, options.frames)
+            from vllm_h3_plugin.host.bench import report
+
+            machine = report.hardware()
+            rows, ratios = on_gpu(progress, machine, options.layers, options.width, options.height, options.frames)
         else:
+            machine = hardware()
             # The server first: this process has no threads yet that would take a core from it.
             parts = {"steps": steps_on_cpu, "turbo": turbo_on_cpu}
             rows, ratios = [], {}
@@ -258,7 +260,7 @@ def main() -> int:
         title="Workloads: adapters on quantized weights, and what few steps cost",
         command=GPU_COMMAND if options.gpu else COMMAND,
         date=date.today().isoformat(),
-        hardware=str(rows[0]["On"]).partition("; torch")[0] if options.gpu else hardware(),
+        hardware=machine,
         versions=versions(),
         rows=rows,
         ratios=ratios,

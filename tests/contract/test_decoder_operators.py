@@ -132,3 +132,5 @@ def test_a_device_that_the_hosts_table_leaves_out_is_added_and_others_are_not(
     assert dispatch.resolve_h3_vae_operators(CPU) is None
     ours.offer(cuda)
     assert len(dispatch.H3_VAE_OPERATOR_TABLE) == len(table) + 1, "offered once"
+    monkeypatch.setattr(ours, "operators_on", lambda device: pytest.fail("tried where the host has its own"))
+    assert ours.offer(cuda) is None

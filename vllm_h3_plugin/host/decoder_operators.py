@@ -11,7 +11,7 @@ to the bit; those that agree are offered to the host's installer, and are given 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -46,7 +46,7 @@ class Operators:
     qk_norm_rope: Callable[[torch.Tensor, torch.Tensor, Pair, float], Pair | None]
     scaled_residual: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
     silu_mul: Callable[[torch.Tensor], torch.Tensor | None]
-    probes: tuple[Probe, ...] = field(default=())
+    probes: tuple[Probe, ...] = ()
 
 
 def qk_norm_rope(q: torch.Tensor, k: torch.Tensor, rotary: Pair, eps: float) -> Pair:
@@ -125,20 +125,21 @@ def offer(device: torch.device) -> Operators | None:
     """Have the host give its operators to decoders on a CUDA device that its table leaves out. Before a VAE is built.
 
     Returns:
-        What was found on the device; None where the host needs nothing of it.
+        What was found on the device; None where nothing was looked for: no CUDA, or operators that the host has there.
     """
     if device.type != "cuda":
         return None
     from vllm_omni.diffusion.models.minimax_h3.ops.vae import dispatch
 
+    if dispatch.resolve_h3_vae_operators(device) is not None:
+        return None
     operators = operators_on(device)
-    if dispatch.resolve_h3_vae_operators(device) is None:
-        own = dispatch.H3VAEOperatorSet(
-            supports=lambda asked: asked.type == "cuda",
-            qk_norm_rope=operators.qk_norm_rope,
-            scaled_residual=operators.scaled_residual,
-        )
-        dispatch.H3_VAE_OPERATOR_TABLE = (*dispatch.H3_VAE_OPERATOR_TABLE, own)
+    own = dispatch.H3VAEOperatorSet(
+        supports=lambda asked: asked.type == "cuda",
+        qk_norm_rope=operators.qk_norm_rope,
+        scaled_residual=operators.scaled_residual,
+    )
+    dispatch.H3_VAE_OPERATOR_TABLE = (*dispatch.H3_VAE_OPERATOR_TABLE, own)
     return operators
 
 
@@ -147,7 +148,7 @@ def install(vae: Any, operators: Operators | None) -> str:
 
     Args:
         vae: the host's adapter; None: there is none on this rank.
-        operators: None: the device has none.
+        operators: what :func:`offer` found; None: they are looked for here, if a CUDA device needs them.
 
     Returns:
         What the decoder's blocks run with, in words.
@@ -159,17 +160,19 @@ def install(vae: Any, operators: Operators | None) -> str:
         return "the checkpoint's own steps: its code has no decoder by that name"
     if getattr(decoder, "_omni_h3_vae_optimizations_installed", False):
         return "the host's operators"
-    if operators is None:
-        return "the checkpoint's own steps: operators are for CUDA devices"
     if getattr(vae, "_decoder_stager", None) is not None:
         return "the checkpoint's own steps: its weights are kept on the host, as they are"
+    if operators is None and not any(value.is_cuda for value in decoder.parameters()):
+        return "the checkpoint's own steps: operators are for CUDA devices"
     blocks = list(getattr(decoder, "transformer_blocks", ()))
     reason = _shortcoming(blocks)
     if reason:
         return f"the checkpoint's own steps: {reason}"
+    device = blocks[0].scale1.device
+    operators = operators or operators_on(device)
     for block in blocks:
         _give(block, operators)
-    if next(decoder.parameters()).is_cuda:
+    if device.type == "cuda":
         torch.cuda.empty_cache()  # half of the weights' memory
     return "the host's operators, given by the plugin"
 
